@@ -19,6 +19,8 @@ Reading a run:
 - `begin` green, all other tasks skipped: this generation is already live.
 - `begin` skipped as well: the live generation is newer than the time of the run, for example because a night was
   triggered earlier that day; the log of `begin` says so.
+- `begin` red with "was rolled back": the night would hold the same as a rolled-back generation. Correct the files or
+  the model, then clear `begin`; the log has the commands that return to that generation. There is no retry.
 - `verify` red with "is refused": a gate failed. The log names the rule, the value, the threshold and, if the rule can
   be overridden, the command `override`; after it, clear `verify`. A retry would have the same result, so there is none.
 - `verify` red with "could not be judged": Redis, the store or a disk did not answer in any try. Nothing is refused;

@@ -120,13 +120,18 @@ def forbidden_action_remedy(action: str, generation: str, state: GenerationState
         case "begin", GenerationState.SUPERSEDED:
             return go_back_remedy
         case "begin", GenerationState.ROLLED_BACK:
-            return (
-                "; a night of the same inputs makes the same lists: change the inputs, or publish it anyway by "
-                f"`{program} verify {generation}` and `{program} publish {generation}`"
-            )
+            return f"; {rolled_back_remedy(generation)}"
         case (("override" | "refuse" | "retire"), GenerationState.LIVE):
             return f"; roll it back first: `{program} roll-back --reason ...`"
     return ""
+
+
+def rolled_back_remedy(generation: str) -> str:
+    """Return the remedy to append to the error about a night that makes a rolled-back generation's lists again."""
+    return (
+        "the same files, settings and model make the same lists: correct them first; or, if it was rolled back by "
+        f"mistake, return to it with `larder verify {generation}`, then `larder publish {generation}`"
+    )
 
 
 def demand_allowed(action: str, generation: str, state: GenerationState | None) -> None:

@@ -129,7 +129,11 @@ class AttributeFields(TypedDict):
 
 
 class UserFields(TypedDict):
-    """Fields of `begin` on users and their interactions."""
+    """Fields of `begin` on users and their interactions.
+
+    `late`: number of interactions that the cut left out; `oldest_late_us`: time of the oldest of them in microseconds
+    since 1970, None without one.
+    """
 
     user_seed: int
     users: int
@@ -139,6 +143,7 @@ class UserFields(TypedDict):
     interactions: int
     unknown_items: int
     late: int
+    oldest_late_us: NotRequired[int | None]
     unusable: UnusableReport
     base: BaseEntry
     rows: RowCountsReport

@@ -104,6 +104,9 @@ class InteractionCounts:
     unknown_item_hashes: NDArray[np.uint64]
     late_interaction_count: int
     row_counts: RowCounts
+    oldest_late_us: int | None = None
+    """Time of the oldest interaction after the cut, in microseconds since 1970; None without one."""
+
     unknown_item_examples: tuple[str, ...] = ()
     """Some unknown items that the interaction files name; items of events are never examples."""
 
@@ -310,12 +313,15 @@ def _partition_interactions(
     folder, config, items, erased = job.folder, job.night.config, job.night.items, job.night.erased
     popularity, unknown_hashes_seen = np.zeros(items.count, np.int64), DistinctHashes()
     row_count = unknown_item_rows = late_count = 0
+    oldest_late_us: int | None = None
     row_counts = RowCounts()
     unknown_examples: tuple[str, ...] = ()
 
     def note_late_batch(batch: Interactions) -> None:
-        nonlocal late_count
+        nonlocal late_count, oldest_late_us
         late_count += len(batch.times_us)
+        batch_oldest_us = int(batch.times_us.min())
+        oldest_late_us = batch_oldest_us if oldest_late_us is None else min(oldest_late_us, batch_oldest_us)
         if job.holdout is not None:
             job.holdout.add(erased.leave_out(batch))
 
@@ -392,6 +398,7 @@ def _partition_interactions(
         unknown_hashes_seen.all_hashes(),
         late_count,
         row_counts,
+        oldest_late_us,
         unknown_examples,
     )
 

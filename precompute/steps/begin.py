@@ -1,10 +1,11 @@
 """Step `begin`: names the generation, pins its inputs and bundle, and writes its catalogue and partition."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
@@ -12,12 +13,13 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from cache.control.control_keys import demand_readers, demand_readers_of_night
-from cache.control.states import GenerationState, demand_allowed
+from cache.control.states import GenerationState, demand_allowed, fold_releases, rolled_back_remedy
 from cache.errors import ConfigError, Conflict, Refused, SourceError, StoreError
 from cache.format.item_table import ItemTable
-from cache.format.manifest import FEATURE_ONLY_USERS_FACT, MANIFEST_FORMAT
+from cache.format.manifest import CUT_CHARS, FEATURE_ONLY_USERS_FACT, MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import ArtefactStore, generation_path, link_or_copy_file
+from cache.store.releases import MOVE_ACTIONS
 from precompute.builds.build import (
     Build,
     attribute_paths,
@@ -74,7 +76,7 @@ from precompute.partitions.partition import (
 )
 from precompute.partitions.shard_files import TOUCHED_KIND
 from precompute.releases.recovery import describe_rolled_back_model
-from precompute.releases.release_log import open_releases
+from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import sweep
 from precompute.scoring.copies import Prior
 from precompute.scoring.defaults import DEFAULTS_FILE as DEFAULTS
@@ -93,6 +95,7 @@ from precompute.sources.plausibility import (
     unknown_item_share,
 )
 from precompute.sources.readers import EVENT_INTERACTIONS_SOURCE, INTERACTIONS_SOURCE
+from precompute.sources.times import MICROSECONDS_PER_SECOND
 from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, UnusableRows, merge_reports
 from precompute.steps.night import Night, StepRow
 
@@ -277,10 +280,11 @@ def _begin(
             }
             if state is GenerationState.LIVE:
                 return begun_build
+            rolled_back_remarks = _compare_with_rolled_back(releases, build, cut_text)
             demand_allowed("begin", generation, state)
             if state is None:
                 releases.note(generation, GenerationState.BEGUN)
-            rolled_back_remarks = describe_rolled_back_model(releases, bundle.digest)  # before `sweep`
+            rolled_back_remarks += describe_rolled_back_model(releases, bundle.digest)  # before `sweep`
             sweep(config, releases, attempt=generation, generation_being_made=generation)
             prior = prior_index().choose(releases, config, bundle, generation_being_made=generation)
         # An erasure is recorded first, then checks generations; this night is noted first, then checks erasures. So one
@@ -305,6 +309,70 @@ def _begin(
         )  # fmt: skip
         _prepare(night, sources_digest)
     return begun_build
+
+
+def _compare_with_rolled_back(releases: Releases, build: Build, cut_text: str | None) -> list[str]:
+    """Raise Refused if the night would hold the same as a rolled-back generation, unless readers have that again.
+
+    Only a move to such a generation ends this, not its verification. Returns a remark if one with the same inputs,
+    settings and bundle cannot be compared, since its files are removed, and no night of these was published since.
+    """
+    view = releases.view()
+    # From moves alone, since a later verification, refusal or retirement replaces the state in the whole ledger.
+    moves = fold_releases([release for release in view.history if release.action in MOVE_ACTIONS])
+    same_rows_by_generation = {
+        generation: None
+        if view.state(generation) is GenerationState.RETIRED
+        else _has_same_rows(replace(build, generation=generation), build.generation, cut_text)
+        for generation in moves.state_by_generation
+        if generation[CUT_CHARS:] == build.generation[CUT_CHARS:]
+    }
+    live_generation, remarks = moves.live_generation or "", []
+    if same_rows_by_generation.get(live_generation):
+        return []
+    for generation, has_same_rows in same_rows_by_generation.items():
+        if moves.state_by_generation[generation] is not GenerationState.ROLLED_BACK or has_same_rows is False:
+            continue
+        left_epoch = moves.left_epoch_by_generation[generation]
+        reason = next((release.reason for release in view.history if release.epoch == left_epoch), "")
+        if has_same_rows:
+            subject = "it" if generation == build.generation else f"it would hold the same as {generation}, which"
+            raise Refused(
+                f"cannot begin {build.generation}: {subject} was rolled back: {reason}; "
+                f"{rolled_back_remedy(generation)}",
+                rule="rolled_back", value=build.generation, threshold=generation,
+            )  # fmt: skip
+        if live_generation in same_rows_by_generation and moves.live_epoch > left_epoch:
+            continue
+        remarks.append(
+            f"has the files, settings and model of {generation}, which was rolled back ({reason}) and is removed, so "
+            "it is unknown whether its lists were the same"
+        )
+    return remarks
+
+
+def _has_same_rows(earlier_build: Build, generation: str, cut_text: str | None) -> bool | None:
+    """Return whether a night with this cut reads the rows that an earlier one read of the same files; None if unknown.
+
+    Events are the same if the files are, since no cut applies to them.
+    """
+    if earlier_build.generation == generation:
+        return True
+    begin_report = earlier_build.read_report(BEGIN_REPORT)
+    if begin_report is None:
+        return None
+    cut_us, earlier_cut_us = _cut_us(cut_text), _cut_us(begin_report["cut"])
+    if cut_us < earlier_cut_us:
+        return begin_report["rows"]["newest_us"] < cut_us
+    if not begin_report["late"] or cut_us == earlier_cut_us:
+        return True
+    oldest_late_us = begin_report.get("oldest_late_us")  # missing in reports of Larder 0.1
+    return None if oldest_late_us is None else cut_us <= oldest_late_us
+
+
+def _cut_us(cut_text: str | None) -> float:
+    """Return a cut in microseconds since 1970; infinite without one, as all rows count then."""
+    return parse_time(cut_text).timestamp() * MICROSECONDS_PER_SECOND if cut_text else math.inf
 
 
 def _prepare(night: BegunNight, sources_digest: str) -> None:
@@ -384,6 +452,7 @@ def _partition_users(night: BegunNight) -> UserFields:
         "interactions": interaction_counts.interaction_count,
         "unknown_items": interaction_counts.unknown_item_interactions,
         "late": interaction_counts.late_interaction_count,
+        "oldest_late_us": interaction_counts.oldest_late_us,
         "unusable": merge_reports([night.unusable_rows.to_json(), partition_result.unusable]),
         "base": {
             **prior.prior_entry,

@@ -33,8 +33,8 @@ RESULTS = {
 REPORTS = {
     "begin": (
         "answers_without_history attributes base bounds bundle_digest bundle_files cut erased featured featured_users "
-        "inputs inputs_digest interactions item_seed items items_without_vector kept late remarks rows seconds "
-        "settings unknown_items unlisted_items unusable user_seed user_values user_vectors users"
+        "inputs inputs_digest interactions item_seed items items_without_vector kept late oldest_late_us remarks rows "
+        "seconds settings unknown_items unlisted_items unusable user_seed user_values user_vectors users"
     ),
     "embed_items": "base changes computed_by copied dims items regrouped seconds",
     "shard-0001": "began_at computed_by ended_at items shard users",
