@@ -126,11 +126,17 @@ def forbidden_action_remedy(action: str, generation: str, state: GenerationState
     return ""
 
 
-def rolled_back_remedy(generation: str) -> str:
-    """Return the remedy to append to the error about a night that makes a rolled-back generation's lists again."""
+def rolled_back_remedy(generation: str, *, can_be_published: bool = True) -> str:
+    """Return the remedy to append to the error about a night that makes a rolled-back generation's lists again.
+
+    A generation cannot be published once a newer one is live.
+    """
+    way_back = f"return to it with `larder verify {generation}`, then `larder publish {generation}`"
+    if not can_be_published:
+        way_back = "remove it with `larder retire` and run the night again"
     return (
         "the same files, settings and model make the same lists: correct them first; or, if it was rolled back by "
-        f"mistake, return to it with `larder verify {generation}`, then `larder publish {generation}`"
+        f"mistake, {way_back}"
     )
 
 

@@ -336,17 +336,18 @@ def _compare_with_rolled_back(releases: Releases, build: Build, cut_text: str | 
         left_epoch = moves.left_epoch_by_generation[generation]
         reason = next((release.reason for release in view.history if release.epoch == left_epoch), "")
         if has_same_rows:
+            can_be_published = generation[:CUT_CHARS] >= live_generation[:CUT_CHARS]
             subject = "it" if generation == build.generation else f"it would hold the same as {generation}, which"
             raise Refused(
                 f"cannot begin {build.generation}: {subject} was rolled back: {reason}; "
-                f"{rolled_back_remedy(generation)}",
+                f"{rolled_back_remedy(generation, can_be_published=can_be_published)}",
                 rule="rolled_back", value=build.generation, threshold=generation,
             )  # fmt: skip
         if live_generation in same_rows_by_generation and moves.live_epoch > left_epoch:
             continue
         remarks.append(
-            f"has the files, settings and model of {generation}, which was rolled back ({reason}) and is removed, so "
-            "it is unknown whether its lists were the same"
+            f"has the files, settings and model of {generation}, which was rolled back ({reason}); what is left of "
+            "that does not say whether its lists were the same"
         )
     return remarks
 
@@ -359,7 +360,7 @@ def _has_same_rows(earlier_build: Build, generation: str, cut_text: str | None) 
     if earlier_build.generation == generation:
         return True
     begin_report = earlier_build.read_report(BEGIN_REPORT)
-    if begin_report is None:
+    if begin_report is None or not {"cut", "late", "rows"} <= begin_report.keys():
         return None
     cut_us, earlier_cut_us = _cut_us(cut_text), _cut_us(begin_report["cut"])
     if cut_us < earlier_cut_us:
