@@ -13,6 +13,7 @@ from cache.errors import ConfigError
 from cache.format.redis_keys import NAME_PATTERN, Keyspace
 from cache.l2 import slots
 from cache.l2.sentinel import SENTINEL_URL_SCHEMES, is_sentinel, read_sentinel_url
+from cache.l2.url_options import demand_known_options
 from cache.store.artefacts import ArtefactStore
 
 _REDIS_URL_SCHEMES = ("redis://", "rediss://", "unix://", *slots.CLUSTER_URL_SCHEMES, *SENTINEL_URL_SCHEMES)
@@ -72,6 +73,9 @@ class SharedConfig(Timetable):
                 f"events_url must name one server and start with {', '.join(_REDIS_URL_SCHEMES[:3])}",
                 field="events_url",
             )
+        for setting_name, url in (("redis_url", self.redis_url), ("events_url", self.events_url)):
+            if url:
+                demand_known_options(url, setting_name)
         if self.events.enabled and self.events_redis_url.startswith(_REDIS_URL_SCHEMES[3:]):
             raise ConfigError(
                 "events need one server, and redis_url names a Redis Cluster, or sentinels, whose failover may lose "

@@ -95,10 +95,10 @@ def _error_with_remedy(error: Exception, variable_and_url: str, url_variable: st
                 namespace=namespace,
             )
         case exceptions.NoPermissionError():
+            acl_file = "redis-events.conf" if url_variable == "LARDER_EVENTS_URL" else "redis.conf"
             return ConfigError(
-                f"Redis refused the user of {url_variable}: {error}; it needs the loader's ACL "
-                f"(`user larder-loader` in "
-                "infra/redis.conf)"
+                f"Redis refused the user of {url_variable}: {error}; it needs the loader's ACL (`user larder-loader` "
+                f"in infra/{acl_file})"
             )
         case exceptions.AuthenticationError():
             return ConfigError(

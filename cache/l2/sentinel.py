@@ -17,6 +17,7 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 
 from cache.errors import ConfigError
 from cache.l2.resp import bound_replies, check_replies
+from cache.l2.url_options import SENTINEL_OPTIONS
 
 SENTINEL_URL_SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 SENTINEL_PORT: Final = 26_379
@@ -24,8 +25,6 @@ SENTINEL_PORT: Final = 26_379
 
 SENTINEL_TIMEOUT_S: Final = 0.5
 """Seconds to wait for one sentinel before the next one is asked."""
-
-_SENTINEL_URL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     primary_url_parts = url_parts._replace(
         netloc=f"{user}{at_sign}{host_list.partition(',')[0]}",
         path=f"/{database}",
-        query=urlencode([option for option in url_options if option[0] not in _SENTINEL_URL_OPTIONS]),
+        query=urlencode([option for option in url_options if option[0] not in SENTINEL_OPTIONS]),
     )
     addresses = tuple(
         _parse_sentinel_address(host, host_number) for host_number, host in enumerate(host_list.split(","), 1)
@@ -89,7 +88,7 @@ def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     sentinel_credentials = {
         setting_name.removeprefix("sentinel_"): setting_value
         for setting_name, setting_value in url_options
-        if setting_name in _SENTINEL_URL_OPTIONS
+        if setting_name in SENTINEL_OPTIONS
     }
     for setting_name in ("host", "port", "connection_class"):
         primary_settings.pop(setting_name, None)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from cache.config.night import NightConfig
     from precompute.sources.readers import Interactions
     from precompute.sources.unusable import UnusableRows
-    from serving.events.connection import FoundDurability, MemoryUse
+    from serving.events.connection import EventsRedis, FoundDurability, MemoryUse
 
 CheckState = Literal["ok", "to do", "not used"]
 
@@ -490,9 +490,26 @@ def check_events(config: "NightConfig") -> CheckResult:
         f"{url_without_password(server_url)}; durability {durability.persistence}, maxmemory-policy "
         f"{eviction_policy or 'not reported'}"
     )
-    return "ok", summary + (
-        ", which may evict ids of events: a repeated event may count twice" if may_evict_ids else ""
-    )
+    if may_evict_ids:
+        summary += ", which may evict ids of events: a repeated event may count twice"
+    refused_to_nights, refused_to_services = events_server.refused_to_nights, events_server.refused_to_services
+    if refused_to_nights and refused_to_services:
+        refused_text = ", ".join(dict.fromkeys(refused_to_nights + refused_to_services))
+        return "to do", (
+            f"{url_without_password(server_url)} refuses {refused_text} to its user: nights need the rights of "
+            "`larder-loader`, services those of `larder-reader` in infra/redis-events.conf; is LARDER_NAMESPACE right?"
+        )
+    if refused_to_nights:
+        summary += (
+            f"; its user can accept events but not give them to nights ({', '.join(refused_to_nights)} refused): "
+            "nights need another user"
+        )
+    if refused_to_services:
+        summary += (
+            f"; its user can give events to nights but not accept any ({', '.join(refused_to_services)} refused): "
+            "services need another user"
+        )
+    return "ok", summary
 
 
 class _EventsServer(NamedTuple):
@@ -502,6 +519,10 @@ class _EventsServer(NamedTuple):
     eviction_policy: str
     memory: "MemoryUse"
     stream_bytes: int
+    refused_to_nights: list[str]
+    """Names of commands of nights for which the user lacks permission."""
+    refused_to_services: list[str]
+    """Names of commands of services for which the user lacks permission."""
 
     def full_text(self, stream_bytes_max: int) -> str | None:
         """Say why it accepts no further events, with the remedy; None if it has room."""
@@ -520,9 +541,18 @@ class _EventsServer(NamedTuple):
 
 
 async def _inspect_events_server(url: str, config: "NightConfig") -> _EventsServer:
-    from serving.events.connection import EventsRedis
+    from serving.events.connection import NEVER_AN_ENTRY_ID, EventsRedis
 
     events_redis, keys = EventsRedis(url, config.events.durability), config.of_events().keyspace()
+    commands_of_nights = (
+        ("XRANGE", keys.events, "-", "+", "COUNT", "1"), ("XREVRANGE", keys.events, "+", "-", "COUNT", "1"),
+        ("XDEL", keys.events, NEVER_AN_ENTRY_ID), ("XTRIM", keys.events, "MINID", NEVER_AN_ENTRY_ID),
+        ("XDEL", keys.rejected_events, NEVER_AN_ENTRY_ID),
+    )  # fmt: skip
+    commands_of_services = (
+        ("EVAL", "return 1", "1", keys.events), ("XLEN", keys.events),
+        ("XREADGROUP", "GROUP", "check", "check", "COUNT", "1", "STREAMS", keys.inbox, ">"),
+    )  # fmt: skip
     try:
         await events_redis.demand_writes(keys.inbox)
         return _EventsServer(
@@ -530,9 +560,29 @@ async def _inspect_events_server(url: str, config: "NightConfig") -> _EventsServ
             await events_redis.eviction_policy(),
             await events_redis.memory_use(),
             int(await events_redis.execute("MEMORY USAGE", keys.events, "SAMPLES", 5) or 0),
+            await _find_refused_event_commands(events_redis, commands_of_nights),
+            await _find_refused_event_commands(events_redis, commands_of_services),
         )
     finally:
         await events_redis.aclose()
+
+
+async def _find_refused_event_commands(events_redis: "EventsRedis", commands: Sequence[tuple[str, ...]]) -> list[str]:
+    """Run commands that change nothing; return the names of those for which the user lacks permission."""
+    from redis.exceptions import NoPermissionError
+
+    from serving.events.connection import EventsUnavailable
+
+    refused_names = []
+    for command in commands:
+        try:
+            await events_redis.execute(*command)
+        except (
+            EventsUnavailable
+        ) as error:  # others: the inbox has no such group, or the server is away, which others say
+            if isinstance(error.__cause__, NoPermissionError):
+                refused_names.append(command[0])
+    return list(dict.fromkeys(refused_names))
 
 
 def check_live_provider(_config: "NightConfig") -> CheckResult:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.control.control_keys import RegistryRow
-from cache.control.states import UNFINISHED_STATES
+from cache.control.states import GenerationState
 from cache.errors import Conflict, CorruptArtefact, StoreError
 from cache.format.directory import map_file
 from cache.format.ids import hash_ids
@@ -53,21 +53,22 @@ def holders_by_erasure_number(
 ) -> dict[int, tuple[EntityHolder, ...]]:
     """Return erasure number -> holders of its entity; a generation that cannot be checked counts as a holder.
 
-    `registry_rows` is the registry: an unfinished generation without files may be about to write the entity.
+    `registry_rows` is the registry: an unfinished generation without files may be about to write the entity, and one
+    whose files a store that was put back lacks has pages in Redis until it is retired.
     """
     stored_generations = [
         generation_id for generation_id in store.names("generations") if GENERATION_PATTERN.fullmatch(generation_id)
     ]
-    unfinished_generations = [
+    generations_without_files = [
         generation_id
         for generation_id, row in registry_rows.items()
-        if row.state in UNFINISHED_STATES and generation_id not in stored_generations
+        if row.state is not GenerationState.RETIRED and generation_id not in stored_generations
     ]
     holders_by_number: dict[int, list[EntityHolder]] = {erasure.number: [] for erasure in erasures}
-    for generation in sorted({*stored_generations, *unfinished_generations}):
+    for generation in sorted({*stored_generations, *generations_without_files}):
         for erasure_number in _held_erasure_numbers(store, generation, erasures):
             holders_by_number[erasure_number].append(EntityHolder(generation))
-    copies = _list_copies(store, left_out_generations={*stored_generations, *unfinished_generations})
+    copies = _list_copies(store, left_out_generations={*stored_generations, *generations_without_files})
     left_out_by_generation = {
         generation_id: left_out_erasures(store, generation_id) for generation_id in {copy.generation for copy in copies}
     }

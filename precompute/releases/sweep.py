@@ -3,7 +3,8 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
+from typing import Any
 
 from cache.control.control_keys import RegistryRow
 from cache.control.states import (
@@ -25,6 +26,9 @@ from precompute.config.settings import NightConfig, retained_count
 from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
+MISSED_PAGES_MAX = 1_024
+"""Pages in a row that are not in Redis, after which a table whose number of pages is unknown is taken to have ended."""
+
 ROW_KEPT_S = 2 * 86_400.0
 """Seconds that a row is kept: longer than any step's timeout, so any load that ran during the retirement has ended."""
 
@@ -222,24 +226,32 @@ def unlink_recorded(
 ) -> int:
     """Remove the pages that a generation's retirement recorded; return the number of keys.
 
-    Pages loaded again since are removed too. With readers around, pages are removed one at a time, each paced like a
-    whole piece, since their sizes are unknown.
+    Pages loaded again since are removed too. Tables that only the loaded marks name (a store that was put back from a
+    copy has neither manifest nor record) are followed from their first page, until MISSED_PAGES_MAX in a row are not
+    there. With readers around, pages are removed one at a time, each paced like a whole piece, since their sizes are
+    unknown.
     """
     page_count_by_table, keys = (_recorded_page_counts(generation, history), releases.control.keyspace)
-    page_keys = (
-        keys.page(generation, table, page)
-        for table in page_count_by_table
-        for page in range(page_count_by_table[table])
-    )
     removed_key_count, client = 0, releases.control.client
-    while True:
-        piece_bytes = None if governor is None else governor.piece_bytes
-        key_batch = list(islice(page_keys, UNLINK_BATCH_KEYS if piece_bytes is None else 1))
-        if not key_batch:
-            break
-        if governor is not None and piece_bytes is not None:
-            governor.pace(piece_bytes)
-        removed_key_count += int(client.unlink(*key_batch))
+    loaded_fields: Any = client.hgetall(keys.loaded_parts(generation))
+    loaded_tables = {loaded_field.decode(errors="replace").partition("/")[0] for loaded_field in loaded_fields}
+    for table in sorted(page_count_by_table.keys() | loaded_tables):
+        page_count = page_count_by_table.get(table)
+        page_keys = (
+            keys.page(generation, table, page) for page in (count() if page_count is None else range(page_count))
+        )
+        missed_count = 0
+        while page_count is not None or missed_count < MISSED_PAGES_MAX:
+            piece_bytes = None if governor is None else governor.piece_bytes
+            is_paced = piece_bytes is not None and not missed_count
+            key_batch = list(islice(page_keys, 1 if is_paced else UNLINK_BATCH_KEYS))
+            if not key_batch:
+                break
+            if governor is not None and piece_bytes is not None and is_paced:
+                governor.pace(piece_bytes)
+            removed_count = int(client.unlink(*key_batch))
+            missed_count = 0 if removed_count else missed_count + len(key_batch)
+            removed_key_count += removed_count
     return removed_key_count + int(client.unlink(keys.loaded_parts(generation)))
 
 

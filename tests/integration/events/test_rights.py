@@ -160,6 +160,18 @@ def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
     assert state == ("ok" if name == EVENTS_SERVER else "to do")
 
 
+def test_check_says_what_a_users_rights_do_not_suffice_for(socket: Path, tmp_path: Path) -> None:
+    text_by_user = {
+        user: check_events(tmp_path, f"unix://{user}:{password}@{socket}", enabled=True, durability="any")
+        for user, password in (("larder-reader", "reads"), ("larder-loader", "loads"), ("larder-producer", "produces"))
+    }
+
+    if (reader_text := text_by_user["larder-reader"])[0] == "ok":  # not where pages share the server, which may evict
+        assert reader_text[1].endswith("(XREVRANGE, XDEL, XTRIM refused): nights need another user")
+        assert "services need another user" in text_by_user["larder-loader"][1]
+    assert text_by_user["larder-producer"][0] == "to do"
+
+
 def log_bytes(folder: Path) -> bytes:
     """All that the append-only file of a server holds."""
     return b"".join(path.read_bytes() for path in sorted((folder / "appendonlydir").iterdir()))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 import redis
 
@@ -18,10 +19,12 @@ from cache.store.releases import Pointer, all_releases
 from infra.cli.check import check_store
 from precompute.cli.status import read_state, report_status
 from precompute.config.settings import NightConfig
+from precompute.erasure.erasing import begin_erasing, settle_erasures
 from precompute.releases.recovery import adopt, restore, roll_back
 from precompute.releases.release_log import open_releases
+from precompute.releases.sweep import sweep
 from precompute.steps import begin
-from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish, publish_night
+from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, histories, prepare, publish, publish_night
 
 FUTURE = 9_999_999_999_999
 
@@ -178,6 +181,41 @@ def test_the_previous_generation_of_a_backup_can_be_rolled_back_to_though_redis_
     assert adoption["loaded"] == [second, first]
     assert live(config).previous == first
     assert roll_back(config, target_generation=None, reason="try", attempt="back")["generation"] == first
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_pages_of_a_night_that_the_copy_lacks_hold_an_erasure_up_until_they_are_removed(
+    tmp_path: Path, redis_url: str, client: redis.Redis, is_served: bool
+) -> None:
+    # given a copy of the store that is put back after a later night, and adopted
+    config = replace(prepare(tmp_path / "n", redis_url, users=150, items=60), superseded_grace_s=0.0)
+    first = publish_night(config, DATA_UNTIL)
+    store_folder = config.path(config.artifacts)
+    shutil.copytree(store_folder, tmp_path / "copy")
+    lost_generation = publish_night(config, NEXT)
+    shutil.rmtree(store_folder)
+    shutil.copytree(tmp_path / "copy", store_folder)
+    assert adopt(config, reason="the copy was put back", attempt="adopt")["generation"] == first
+    lost_pages = f"{config.keyspace().page(lost_generation, 'x', 0).removesuffix(':x:0')}:*"
+    assert client.keys(lost_pages)
+
+    # when a user is erased
+    begin_erasing(config.store(), min(histories(config)).encode(), "user", requested_at=1.0)
+    with open_releases(config) as releases:
+        (status,) = settle_erasures(config, releases)
+        held_generations = {holder.generation for holder, _fate in status.holders_and_removals}
+        assert status.state == "pending" and held_generations == {first, lost_generation}
+
+        # then the next sweep removes the pages, one by one where somebody reads
+        if is_served:
+            beat = orjson.dumps({"replica": "r", "serving": first, "holds": [first], "ready": [first]})
+            client.zadd(config.keyspace().replicas, {beat: releases.control.time()})
+        swept = sweep(config, releases, attempt="sweep")
+        (status,) = settle_erasures(config, releases)
+
+    assert swept.retired_generations == (lost_generation,) and swept.removed_key_count > 3
+    assert client.keys(lost_pages) == []
+    assert {holder.generation for holder, _fate in status.holders_and_removals} == {first}
 
 
 def test_check_says_that_redis_has_lost_its_pointer(
