@@ -469,9 +469,11 @@ def _correct_registry_rows(releases: Releases, ledger: Ledger, reason: str) -> N
             and proven_state not in (None, GenerationState.RETIRED)
             and _has_manifest(releases, generation, history)
         ):
-            rows[generation] = RegistryRow(
+            # `write_rows` leaves retired rows as they are.
+            corrected_row = RegistryRow(
                 proven_state, ledger.superseded_at_by_generation.get(generation, changed_at), f"adopted: {reason}"
             )
+            releases.control.set_row(generation, corrected_row)
     if rows:
         releases.control.write_rows(rows, expected_epoch=0)
 

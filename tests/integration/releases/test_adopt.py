@@ -170,7 +170,7 @@ def test_the_previous_generation_of_a_backup_can_be_rolled_back_to_though_redis_
     shutil.copytree(store_folder, tmp_path / "backup")
     publish_night(config, "2026-02-03T00:00:00Z")
     with open_releases(config) as releases:
-        releases.control.write_rows({first: RegistryRow(GenerationState.RETIRED, 1.0)}, expected_epoch=0)
+        releases.control.set_row(first, RegistryRow(GenerationState.RETIRED, 1.0))
 
     # when the backup is put back, and adopted
     shutil.rmtree(store_folder)
