@@ -160,7 +160,7 @@ def test_the_advice_to_adopt_is_a_whole_command(tmp_path: Path, redis_url: str, 
     assert any('`larder restore --adopt --reason "..."`' in problem for problem in problems)
 
 
-def test_the_previous_generation_of_a_backup_can_be_rolled_back_to_though_redis_has_it_as_retired(
+def test_an_adoption_gives_a_retired_generation_of_the_copy_its_state_back(
     tmp_path: Path, redis_url: str
 ) -> None:
     # given a backup with a live and a previous generation, and a later night after which the previous one was retired
