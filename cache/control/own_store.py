@@ -141,25 +141,34 @@ def older_store_problem(config: "SharedConfig", redis_url: str | None, timeout_s
     return next(iter(older_store_remarks(config.store(), replicas)), None)
 
 
-def lost_pointer_problem(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
-    """Return the problem that a generation is live by the store, and Redis has no pointer; None if it has one.
+def pointer_problem(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
+    """Return the problem that Redis' pointer is unreadable, older than the store's releases, or lost; None if neither.
 
-    Also returns None without a Redis, or if it cannot be asked.
+    Also returns None without a Redis, or if it cannot be asked. A pointer that is newer is one of `store_mismatch`.
     """
     if not redis_url:
         return None
     try:
         with connect(redis_url, timeout_s, namespace=config.namespace) as client:
-            if client.exists(config.keyspace().live):
-                return None
+            pointer = Control(client, config.keyspace()).read_pointer()
     except (TierUnavailable, ConfigError):
         return None
-    if (live_generation := fold_releases(all_releases(config.store())).live_generation) is None:
+    except CorruptArtefact as error:  # its text has the remedy
+        return error.message
+    ledger = fold_releases(all_releases(config.store()))
+    if ledger.live_generation is None:
         return None
-    return (
-        f"Redis has lost its pointer ({config.keyspace().live}), though {live_generation} is live by the store: run "
-        "`larder restore`"
-    )
+    if pointer is None:
+        return (
+            f"Redis has lost its pointer ({config.keyspace().live}), though {ledger.live_generation} is live by the "
+            "store: run `larder restore`"
+        )
+    if pointer.epoch < ledger.live_epoch:
+        return (
+            f"Redis has the epoch {pointer.epoch}, the release records have {ledger.live_epoch} (was Redis put back "
+            "from a copy?): run `larder restore`"
+        )
+    return None
 
 
 def demand_own_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> None:

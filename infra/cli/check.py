@@ -604,7 +604,7 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
 
 def check_store(config: "NightConfig") -> CheckResult:
     """Check that Redis has the pointer of this artefact store, and that it can create files exclusively."""
-    from cache.control.own_store import full_store_problem, lost_pointer_problem, older_store_problem, store_mismatch
+    from cache.control.own_store import full_store_problem, older_store_problem, pointer_problem, store_mismatch
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
@@ -612,7 +612,7 @@ def check_store(config: "NightConfig") -> CheckResult:
     if (mismatch := store_mismatch(config, server_url, REDIS_TIMEOUT_S)) is not None:
         return "to do", mismatch
     # A server that a command started keeps nothing on disk; the command fills it itself.
-    if (problem := lost_pointer_problem(config, config.redis_url, REDIS_TIMEOUT_S)) is not None:
+    if (problem := pointer_problem(config, config.redis_url, REDIS_TIMEOUT_S)) is not None:
         return "to do", problem
     if (problem := older_store_problem(config, server_url, REDIS_TIMEOUT_S)) is not None:
         return "to do", problem

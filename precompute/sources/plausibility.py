@@ -26,6 +26,9 @@ from precompute.sources.times import MICROSECONDS_PER_SECOND, YEAR_1980_S
 from precompute.sources.unusable import HEADER_REASON, SourceReport, UnusableRows, remedy
 
 DAY_S: Final = 86_400
+AHEAD_S: Final = 600
+"""Seconds by which clocks of hosts may differ; a newer time than that is reported."""
+
 JUDGED_ROWS_MIN: Final = 20
 """Rows below which shares of rows are not judged."""
 
@@ -184,12 +187,20 @@ def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
             "nothing can be "
             "learnt about them. Is the right column named, and does each row have one item of one user?"
         )
-    tomorrow_us = int((time.time() + DAY_S) * MICROSECONDS_PER_SECOND)
+    now_us = int(time.time() * MICROSECONDS_PER_SECOND)
+    tomorrow_us, ahead_us = now_us + DAY_S * MICROSECONDS_PER_SECOND, figures.newest_time_us - now_us
     if figures.untimed_row_count < figures.row_count and not YEAR_1990_US <= figures.newest_time_us <= tomorrow_us:
         newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=figures.newest_time_us)
         odd_remarks.append(
             f"the newest time is {newest_at:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are these in "
             "another unit?"
+        )
+    elif ahead_us > AHEAD_S * MICROSECONDS_PER_SECOND:
+        newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=figures.newest_time_us)
+        odd_remarks.append(
+            f"the newest time is {newest_at:%Y-%m-%d %H:%M} UTC, {ahead_us / MICROSECONDS_PER_SECOND / 3600:.1f} h "
+            "ahead of this host's clock: are times those of a time zone, but read as UTC? Later nights take such rows "
+            "for new"
         )
     if figures.row_count_before_1980 and figures.newest_time_us >= YEAR_1990_US:
         odd_remarks.append(

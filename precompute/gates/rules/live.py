@@ -266,12 +266,18 @@ def list_jaccard(candidate: Candidate) -> Measurement:
 
 @judgement("stale_lists", wants_interactions=True)
 def stale_lists(candidate: Candidate) -> Measurement:
-    """Measure the share of users with interactions since the live generation's cut whose lists have not changed."""
+    """Measure the share of users with interactions since the live generation's cut whose lists have not changed.
+
+    Interactions ahead of this night's clock do not count: the live generation may have read them already.
+    """
     threshold = candidate.thresholds.stale_lists
     if candidate.live is None:
         return candidate.uncompared_measurement(threshold)
     user_sample = candidate.evidence.users
-    is_active_since_cut = user_sample.last_new_choice_times >= candidate.live.data_until * 1_000_000
+    choice_times_us = user_sample.last_new_choice_times
+    is_active_since_cut = (choice_times_us >= candidate.live.data_until * 1_000_000) & (
+        choice_times_us <= candidate.manifest.created_at * 1_000_000
+    )
     stale_shares = {}
     for table, live_table in _pair_tables(candidate):
         candidate_positions, _ = candidate.evidence.common_user_positions
@@ -283,7 +289,10 @@ def stale_lists(candidate: Candidate) -> Measurement:
     if not stale_shares:
         return not_measured(threshold, "too few users have interactions since the live generation's cut")
     worst_table = max(stale_shares, key=lambda name: stale_shares[name])
-    note = f"{worst_table}: of users with new interactions; were these read, and does the model use them?"
+    note = (
+        f"{worst_table}: of users with new interactions; were these read, does the model use them, and are their times "
+        "right? Those ahead of the clock were in the live generation already"
+    )
     return at_most(stale_shares[worst_table], threshold, note, candidate.baseline_generation)
 
 

@@ -160,9 +160,7 @@ def test_the_advice_to_adopt_is_a_whole_command(tmp_path: Path, redis_url: str, 
     assert any('`larder restore --adopt --reason "..."`' in problem for problem in problems)
 
 
-def test_an_adoption_gives_a_retired_generation_of_the_copy_its_state_back(
-    tmp_path: Path, redis_url: str
-) -> None:
+def test_an_adoption_gives_a_retired_generation_of_the_copy_its_state_back(tmp_path: Path, redis_url: str) -> None:
     # given a backup with a live and a previous generation, and a later night after which the previous one was retired
     config = prepare(tmp_path / "n", redis_url, users=150, items=60)
     first, second = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
@@ -231,6 +229,31 @@ def test_check_says_that_redis_has_lost_its_pointer(
 
     assert state == "to do" and "lost its pointer" in check_text and "`larder restore`" in check_text
     assert live_generation in check_text
+    assert check_store(config)[0] == "ok"
+
+
+@pytest.mark.parametrize("kind", ["older", "newer format", "garbage"])
+def test_check_says_that_redis_has_a_pointer_with_which_no_night_can_run(
+    verified_nights: tuple[NightConfig, str, str], client: redis.Redis, kind: str
+) -> None:
+    config, first, _ = verified_nights
+    key = config.keyspace().live
+    raw_pointer = client.get(key)
+    assert isinstance(raw_pointer, bytes) and check_store(config)[0] == "ok"
+    pointer, earliest = live(config), all_releases(config.store())[0]
+    assert earliest.epoch < pointer.epoch
+    raw, told = {
+        "older": (Pointer(first, earliest.epoch, None, "lost", 0.0).to_bytes(), "run `larder restore`"),
+        "newer format": (orjson.dumps(orjson.loads(raw_pointer) | {"format": 2}), "format 2"),
+        "garbage": (b"garbage", "--adopt"),
+    }[kind]
+    client.set(key, raw)
+    try:
+        state, check_text = check_store(config)
+    finally:
+        client.set(key, raw_pointer)
+
+    assert state == "to do" and told in check_text
     assert check_store(config)[0] == "ok"
 
 

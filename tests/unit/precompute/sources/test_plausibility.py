@@ -1,5 +1,6 @@
 """What looks odd about interactions is said once, in words that name the figure."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,14 @@ def test_a_newest_time_in_the_future_is_told(tmp_path: Path, newest: str) -> Non
     (remark,) = plausibility_remarks(shape_of(tmp_path, [*make_usual_rows(), f"u1,i1,{newest}"]))
 
     assert remark.startswith("the newest time is 2100-01-01")
+
+
+def test_times_of_another_zone_are_told_and_a_clock_a_little_ahead_is_not(tmp_path: Path) -> None:
+    ahead_s = int(time.time()) + 3 * 3600
+    (remark,) = plausibility_remarks(shape_of(tmp_path, [*make_usual_rows(), f"u1,i1,{ahead_s}"]))
+
+    assert "3.0 h ahead of this host's clock" in remark and "time zone" in remark
+    assert plausibility_remarks(shape_of(tmp_path, [*make_usual_rows(), f"u1,i1,{int(time.time()) + 300}"])) == []
 
 
 def test_times_before_1980_among_later_ones_are_told(tmp_path: Path) -> None:
