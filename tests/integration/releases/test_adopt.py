@@ -234,9 +234,10 @@ def test_check_says_that_redis_has_lost_its_pointer(
 
 @pytest.mark.parametrize("kind", ["older", "newer format", "garbage"])
 def test_check_says_that_redis_has_a_pointer_with_which_no_night_can_run(
-    verified_nights: tuple[NightConfig, str, str], client: redis.Redis, kind: str
+    tmp_path: Path, redis_url: str, client: redis.Redis, kind: str
 ) -> None:
-    config, first, _ = verified_nights
+    config = prepare(tmp_path / "n", redis_url, users=150, items=60)
+    first, _ = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
     key = config.keyspace().live
     raw_pointer = client.get(key)
     assert isinstance(raw_pointer, bytes) and check_store(config)[0] == "ok"
