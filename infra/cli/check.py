@@ -650,7 +650,9 @@ def check_airflow(_config: "NightConfig") -> CheckResult:
     state_by_target = {file.target_path: file.state() for file in list_dag_files(airflow_dags_folder)}
     for target, state in state_by_target.items():
         if state in ("older", "changed", "foreign", "missing"):
-            return "to do", f"{target}: {_DAG_FILE_STATE_TEXTS[state]}; `larder dags install`"
+            # The command replaces no file that it did not write as it is.
+            force_option = " --force" if state in ("changed", "foreign") else ""
+            return "to do", f"{target}: {_DAG_FILE_STATE_TEXTS[state]}; `larder dags install{force_option}`"
     has_pool = has_scoring_pool(os.environ)
     if has_pool is False:
         return "to do", f"Airflow has no pool {SCORING_POOL}, so scoring tasks wait for ever: `{POOL_COMMAND}`"

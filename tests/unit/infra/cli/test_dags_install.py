@@ -194,6 +194,19 @@ def test_check_names_the_folder_of_an_airflow_that_is_not_there(
     assert state == "to do" and f"there is no folder {tmp_path / 'mistyped'}" in message
 
 
+def test_check_names_the_option_that_replaces_an_edited_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_airflow(monkeypatch, "3.3.2")
+    monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path))
+    assert main(["dags", "install"]) == 0
+    edited_file = tmp_path / "dags" / "larder" / NAMES[0]
+    edited_file.write_text(f"{edited_file.read_text()}# mine\n")
+
+    assert CHECK_BY_SUBJECT["airflow"](NightConfig()) == (
+        "to do", f"{edited_file}: edited since its installation; `larder dags install --force`"
+    )  # fmt: skip
+    assert main(["dags", "install"]) == 2 and main(["dags", "install", "--force"]) == 0
+
+
 @pytest.mark.parametrize(
     ("pools", "state", "told"),
     [
