@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from cache.control.control_keys import RegistryRow
@@ -26,7 +26,7 @@ from precompute.config.settings import NightConfig, retained_count
 from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
-MISSED_PAGES_MAX = 1_024
+MISSED_PAGES_MAX = 256
 """Pages in a row that are not in Redis, after which a table whose number of pages is unknown is taken to have ended."""
 
 ROW_KEPT_S = 2 * 86_400.0
@@ -226,32 +226,26 @@ def unlink_recorded(
 ) -> int:
     """Remove the pages that a generation's retirement recorded; return the number of keys.
 
-    Pages loaded again since are removed too. Tables that only the loaded marks name (a store that was put back from a
-    copy has neither manifest nor record) are followed from their first page, until MISSED_PAGES_MAX in a row are not
-    there. With readers around, pages are removed one at a time, each paced like a whole piece, since their sizes are
-    unknown.
+    Pages loaded again since are removed too, and those of a generation without a record, whose store was replaced by an
+    older copy. With readers around, pages are removed one at a time, each paced like a whole piece, since their sizes
+    are unknown.
     """
-    page_count_by_table, keys = (_recorded_page_counts(generation, history), releases.control.keyspace)
-    removed_key_count, client = 0, releases.control.client
-    loaded_fields: Any = client.hgetall(keys.loaded_parts(generation))
-    loaded_tables = {loaded_field.decode(errors="replace").partition("/")[0] for loaded_field in loaded_fields}
-    for table in sorted(page_count_by_table.keys() | loaded_tables):
-        page_count = page_count_by_table.get(table)
-        page_keys = (
-            keys.page(generation, table, page) for page in (count() if page_count is None else range(page_count))
-        )
-        missed_count = 0
-        while page_count is not None or missed_count < MISSED_PAGES_MAX:
-            piece_bytes = None if governor is None else governor.piece_bytes
-            is_paced = piece_bytes is not None and not missed_count
-            key_batch = list(islice(page_keys, 1 if is_paced else UNLINK_BATCH_KEYS))
-            if not key_batch:
-                break
-            if governor is not None and piece_bytes is not None and is_paced:
-                governor.pace(piece_bytes)
-            removed_count = int(client.unlink(*key_batch))
-            missed_count = 0 if removed_count else missed_count + len(key_batch)
-            removed_key_count += removed_count
+    keys, client = releases.control.keyspace, releases.control.client
+    page_count_by_table = _recorded_page_counts(generation, history) or _unrecorded_page_counts(releases, generation)
+    page_keys = (
+        keys.page(generation, table, page)
+        for table in page_count_by_table
+        for page in range(page_count_by_table[table])
+    )
+    removed_key_count = 0
+    while True:
+        piece_bytes = None if governor is None else governor.piece_bytes
+        key_batch = list(islice(page_keys, UNLINK_BATCH_KEYS if piece_bytes is None else 1))
+        if not key_batch:
+            break
+        if governor is not None and piece_bytes is not None:
+            governor.pace(piece_bytes)
+        removed_key_count += int(client.unlink(*key_batch))
     return removed_key_count + int(client.unlink(keys.loaded_parts(generation)))
 
 
@@ -286,6 +280,23 @@ def has_pages_again(releases: Releases, generation: str, history: Sequence[Relea
     return bool(client.exists(keys.loaded_parts(generation))) or any(
         client.strlen(page_key) for page_key in end_page_keys
     )
+
+
+def _unrecorded_page_counts(releases: Releases, generation: str) -> dict[str, int]:
+    """Return the number of pages in Redis of each table that the generation's loaded marks name.
+
+    A table is taken to have ended where MISSED_PAGES_MAX pages in a row are not there.
+    """
+    keys, client = releases.control.keyspace, releases.control.client
+    loaded_fields: Any = client.hgetall(keys.loaded_parts(generation))
+    page_count_by_table = {}
+    for table in {loaded_field.decode(errors="replace").partition("/")[0] for loaded_field in loaded_fields}:
+        page = page_count_by_table[table] = 0
+        while page < page_count_by_table[table] + MISSED_PAGES_MAX:
+            page += 1
+            if client.exists(keys.page(generation, table, page - 1)):
+                page_count_by_table[table] = page
+    return page_count_by_table
 
 
 def _recorded_page_counts(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
