@@ -577,9 +577,7 @@ async def _find_refused_event_commands(events_redis: "EventsRedis", commands: Se
     for command in commands:
         try:
             await events_redis.execute(*command)
-        except (
-            EventsUnavailable
-        ) as error:  # others: the inbox has no such group, or the server is away, which others say
+        except EventsUnavailable as error:  # another cause is that the inbox has no such group
             if isinstance(error.__cause__, NoPermissionError):
                 refused_names.append(command[0])
     return list(dict.fromkeys(refused_names))

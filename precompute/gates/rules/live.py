@@ -289,10 +289,7 @@ def stale_lists(candidate: Candidate) -> Measurement:
     if not stale_shares:
         return not_measured(threshold, "too few users have interactions since the live generation's cut")
     worst_table = max(stale_shares, key=lambda name: stale_shares[name])
-    note = (
-        f"{worst_table}: of users with new interactions; were these read, does the model use them, and are their times "
-        "right? Those ahead of the clock were in the live generation already"
-    )
+    note = f"{worst_table}: of users with new interactions; were these read, and does the model use them?"
     return at_most(stale_shares[worst_table], threshold, note, candidate.baseline_generation)
 
 
