@@ -62,11 +62,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         print(f"larder: {missing_extra_message}", file=sys.stderr)
         return 2
     from cache.config.variables import demand_spelled_variables, unknown_variables
-    from serving.config.settings import (
-        ServingConfig,
-        check_configured_files,
-        check_header_token,
-    )  # they load pydantic, which --help does not need
+    from serving.config.settings import ServingConfig  # loads pydantic, which --help does not need
+    from serving.process.start_check import check_startable
 
     # When uvicorn has shut down, it raises the signal again: the default handler would end the process before Redis is
     # stopped.
@@ -80,9 +77,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         configure_for(config, options.log_level)
         for name in unknown_variables(os.environ):
             log.warning("%s is set, but Larder has no such variable", name)
-        config.require_guard()
-        check_header_token(config.token)
-        check_configured_files(config)
+        check_startable(config)
         if not config.redis_url and running_server(Path(config.state)) is not None:
             log.info("uses the Redis that another command started here; the last command that uses it stops it")
         with (

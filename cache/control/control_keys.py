@@ -434,8 +434,7 @@ def demand_readers(control: Control, version_by_format: Mapping[str, int], write
                 raise Refused(
                     f"replica {replica.name} (Larder {replica.release}) reads {name} format {readable_range}, "
                     f"{writer_clause} "
-                    f"{version}: "
-                    f"nothing was moved; {remedy}",
+                    f"{version}: {remedy}",
                     rule="formats", value=readable_range, threshold=version, replica=replica.name, format=name,
                 )  # fmt: skip
 

@@ -1,16 +1,16 @@
-"""Check that the artefact store and Redis belong together: a release record in the store must explain the pointer."""
+"""Problems of artefact store and Redis, and of both together: a release record must explain the pointer."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from cache.control.control_keys import Control, Replica
-from cache.control.states import fold_releases
-from cache.errors import ConfigError, Conflict, CorruptArtefact, TierUnavailable
+from cache.control.control_keys import Control, Replica, demand_readers_of_night
+from cache.control.states import Ledger, fold_releases
+from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, TierUnavailable
 from cache.l2.sync_clients import connect
 from cache.process.host import disk_free_bytes
-from cache.store.artefacts import ArtefactStore
+from cache.store.artefacts import ArtefactStore, find_lost_files
 from cache.store.blocklist import latest_blocklist
-from cache.store.releases import all_releases
+from cache.store.releases import Pointer, Release, all_releases
 
 if TYPE_CHECKING:
     from cache.config.shared import SharedConfig
@@ -23,10 +23,11 @@ ADOPT_COMMAND = 'larder restore --adopt --reason "..."'
 """Command that makes a Redis follow a store whose releases do not explain its pointer."""
 
 
-def unexplained_pointer_message(pointer_epoch: int) -> str:
-    """Return the message for a pointer of this epoch that no release record explains."""
+def unexplained_pointer_message(pointer: Pointer) -> str:
+    """Return the message for a pointer that no release record explains."""
     return (
-        f"Redis holds a pointer of epoch {pointer_epoch} that no release record explains; is this its artefact store?"
+        f"Redis holds a pointer of epoch {pointer.epoch} ({pointer.generation}) that no release record explains; is "
+        "this its artefact store?"
     )
 
 
@@ -51,41 +52,44 @@ def missing_records_advice(store: ArtefactStore) -> str:
     )
 
 
-def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
-    """Describe the mismatch if the store has no record for Redis' pointer, with the remedy; None if it has one.
+def unexplained_pointer_problem(
+    pointer: Pointer, history: Sequence[Release], store: ArtefactStore, live_key: str
+) -> str | None:
+    """Return the problem that no release record of the store explains the pointer, with the remedy; None if one does.
 
-    Also returns None without a Redis or a pointer, or if Redis cannot be asked, as nothing can be compared. Raises
-    ConfigError if the Redis user has no rights in this namespace.
+    Read the pointer before the history: its record was written before it.
     """
-    if not redis_url:
-        return None
-    try:
-        # Read the pointer first: its record was written before it.
-        with connect(redis_url, timeout_s, namespace=config.namespace) as client:
-            pointer = Control(client, config.keyspace()).read_pointer()
-    except (TierUnavailable, CorruptArtefact):
-        return None
-    except ConfigError as error:
-        if "namespace" in error.details:
-            raise
-        return None
-    if pointer is None:
-        return None
-    store = config.store()
-    epochs = [release.epoch for release in all_releases(store)]
+    epochs = [release.epoch for release in history]
     if pointer.epoch in epochs:
         return None
+    message = unexplained_pointer_message(pointer)
     if not epochs:
-        return (
-            f"{unexplained_pointer_message(pointer.epoch)} (key {config.keyspace().live}): "
-            f"{missing_records_advice(store)}"
-        )
+        return f"{message} (key {live_key}): {missing_records_advice(store)}"
     restore_command = ADOPT_COMMAND if pointer.epoch > max(epochs) else "larder restore"
     return (
-        f"{unexplained_pointer_message(pointer.epoch)} (key {config.keyspace().live}, artefact store {store.url}). "
-        "If not, correct "
-        f"artifacts (LARDER_ARTIFACTS) or namespace (LARDER_NAMESPACE); if it is, run `{restore_command}`"
+        f"{message} (key {live_key}, artefact store {store.url}). If not, correct artifacts (LARDER_ARTIFACTS) or "
+        f"namespace (LARDER_NAMESPACE); if it is, run `{restore_command}`"
     )
+
+
+def pointer_problem(
+    pointer: Pointer | None, history: Sequence[Release], store: ArtefactStore, live_key: str
+) -> str | None:
+    """Return the problem that the pointer is unexplained, lost, or older than the releases; None if it is none."""
+    ledger = fold_releases(history)
+    if pointer is None:
+        return ledger.live_generation and (
+            f"Redis has lost its pointer ({live_key}), though {ledger.live_generation} is live by the store: run "
+            "`larder restore`"
+        )
+    if (problem := unexplained_pointer_problem(pointer, history, store, live_key)) is not None:
+        return problem
+    if pointer.epoch < ledger.live_epoch:
+        return (
+            f"Redis has the epoch {pointer.epoch}, the release records have {ledger.live_epoch} (was Redis put back "
+            "from a copy?): run `larder restore`"
+        )
+    return None
 
 
 def full_store_problem(store: ArtefactStore) -> str | None:
@@ -129,49 +133,91 @@ def older_store_remarks(store: ArtefactStore, replicas: Iterable[Replica]) -> li
     return [older_store_message(ahead, newest_version, store.url)] if ahead else []
 
 
-def older_store_problem(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
-    """Return `older_store_message` if heartbeats show it; None also without a Redis, or if it cannot be asked."""
-    if not redis_url:
-        return None
+def lost_files_problems(store: ArtefactStore, ledger: Ledger) -> list[str]:
+    """Return a problem for each of the generations live, on trial and previous whose files the store lacks."""
+    canary_generation = None if ledger.canary is None else ledger.canary.generation
+    consequence_by_generation = {
+        ledger.previous_generation: "the previous one: no roll back to it can load its pages or models again",
+        canary_generation: "the canary: a replica that starts cannot load it",
+        ledger.live_generation: "live: a replica that starts cannot load it, and no `larder restore` can refill Redis",
+    }
+    problems = []
+    for generation, consequence in consequence_by_generation.items():
+        if generation is None:
+            continue
+        try:
+            lost_paths = find_lost_files(store, generation)
+        except CorruptArtefact as error:
+            problems.append(f"{generation} is {consequence}: {error.message}")
+            continue
+        if lost_paths:
+            problems.append(
+                f"the artefact store {store.url} lacks {len(lost_paths):,} of the files of {generation} "
+                f"({lost_paths[0]}{', ...' * (len(lost_paths) > 1)}), which is {consequence}; put the files back from "
+                "a copy of the store, or run `larder night`"
+            )
+    return problems
+
+
+def unreadable_night_problem(control: Control) -> str | None:
+    """Return why a night of this release is refused by a replica of another release; None if all can read it."""
     try:
-        with connect(redis_url, timeout_s, namespace=config.namespace) as client:
-            replicas = Control(client, config.keyspace()).replicas()
-    except (TierUnavailable, ConfigError):
-        return None
-    return next(iter(older_store_remarks(config.store(), replicas)), None)
-
-
-def pointer_problem(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
-    """Return the problem that Redis' pointer is unreadable, older than the store's releases, or lost; None if neither.
-
-    Also returns None without a Redis, or if it cannot be asked. A pointer that is newer is one of `store_mismatch`.
-    """
-    if not redis_url:
-        return None
-    try:
-        with connect(redis_url, timeout_s, namespace=config.namespace) as client:
-            pointer = Control(client, config.keyspace()).read_pointer()
-    except (TierUnavailable, ConfigError):
-        return None
-    except CorruptArtefact as error:  # its text has the remedy
+        demand_readers_of_night(control)
+    except Refused as error:
         return error.message
-    ledger = fold_releases(all_releases(config.store()))
-    if ledger.live_generation is None:
-        return None
-    if pointer is None:
-        return (
-            f"Redis has lost its pointer ({config.keyspace().live}), though {ledger.live_generation} is live by the "
-            "store: run `larder restore`"
-        )
-    if pointer.epoch < ledger.live_epoch:
-        return (
-            f"Redis has the epoch {pointer.epoch}, the release records have {ledger.live_epoch} (was Redis put back "
-            "from a copy?): run `larder restore`"
-        )
     return None
 
 
+def namespace_problems(config: "SharedConfig", redis_url: str | None, timeout_s: float, *, is_own: bool) -> list[str]:
+    """Return the problems of store, pointer, registry and replicas for which nights and moves are refused.
+
+    Without a Redis, or if it cannot be asked, only those of the store. `is_own`: a command started this Redis and
+    fills it, so a lost pointer is no problem. Raises ConfigError if the Redis user has no rights in this namespace.
+    """
+    store, live_key = config.store(), config.keyspace().live
+    replicas, redis_problems, pointer_finding = list[Replica](), list[str | None](), None
+    if redis_url:
+        try:
+            with connect(redis_url, timeout_s, namespace=config.namespace) as client:
+                control = Control(client, config.keyspace())
+                replicas = control.replicas()
+                redis_problems.append(unreadable_night_problem(control))
+                pointer = control.read_pointer()
+                if pointer is not None or not is_own:
+                    pointer_finding = pointer_problem(pointer, all_releases(store), store, live_key)
+                control.rows()
+        except CorruptArtefact as error:  # its text has the remedy
+            redis_problems.append(error.message)
+        except TierUnavailable:
+            pass
+        except ConfigError as error:
+            if "namespace" in error.details:
+                raise
+    problems = [pointer_finding, *redis_problems, *older_store_remarks(store, replicas)]
+    problems += lost_files_problems(store, fold_releases(all_releases(store)))
+    return [problem for problem in (*problems, full_store_problem(store)) if problem]
+
+
 def demand_own_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> None:
-    """Raise Conflict before a command writes into a store that belongs to another Redis; see `store_mismatch`."""
-    if (mismatch := store_mismatch(config, redis_url, timeout_s)) is not None:
-        raise Conflict(mismatch)
+    """Raise Conflict before a command writes into a store that belongs to another Redis.
+
+    Nothing is compared without a Redis or a pointer, or if Redis cannot be asked. Raises ConfigError if the Redis user
+    has no rights in this namespace.
+    """
+    if not redis_url:
+        return
+    try:
+        with connect(redis_url, timeout_s, namespace=config.namespace) as client:
+            pointer = Control(client, config.keyspace()).read_pointer()
+    except (TierUnavailable, CorruptArtefact):
+        return
+    except ConfigError as error:
+        if "namespace" in error.details:
+            raise
+        return
+    if pointer is None:
+        return
+    store = config.store()
+    problem = unexplained_pointer_problem(pointer, all_releases(store), store, config.keyspace().live)
+    if problem is not None:
+        raise Conflict(problem)

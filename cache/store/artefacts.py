@@ -217,6 +217,40 @@ def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
     return manifest
 
 
+def find_lost_files(store: ArtefactStore, generation: str) -> list[str]:
+    """Return the paths of a generation's files that the store lacks; no file is read.
+
+    A file of a local store that has another size than its manifest states counts as lost. Raises CorruptArtefact for
+    an unreadable manifest.
+    """
+    try:
+        manifest = read_manifest(store, generation)
+    except UnknownGeneration:
+        return ["manifest.json"]
+    artefacts = [*manifest.served_artefacts(), *manifest.page_artefacts()]
+    folder_paths = {artefact.path.rpartition("/")[0] for artefact in artefacts}
+    present_paths = {
+        f"{folder_path}/{name}".lstrip("/")
+        for folder_path in folder_paths
+        for name in store.names(generation_path(generation, folder_path))
+    }
+    return [
+        artefact.path
+        for artefact in artefacts
+        if artefact.path not in present_paths or not _has_size(store, generation, artefact)
+    ]
+
+
+def _has_size(store: ArtefactStore, generation: str, artefact: Artefact) -> bool:
+    """True if a file of a local store has the size that its manifest states; also true in a remote store."""
+    if store.local_folder is None:
+        return True
+    try:
+        return store.local(generation_path(generation, artefact.path)).stat().st_size == artefact.size_bytes
+    except FileNotFoundError:
+        return False
+
+
 def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
     """Return the local path of a generation's file, checked against the manifest; raise CorruptArtefact if it differs.
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import redis
 
     from cache.config.night import NightConfig
+    from precompute.bundles.bundle import Bundle
     from precompute.sources.readers import Interactions
     from precompute.sources.unusable import UnusableRows
     from serving.events.connection import EventsRedis, FoundDurability, MemoryUse
@@ -108,7 +109,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     args = argument_parser(prog).parse_args(argv)
     check_lines = [_run_check("settings", _check_settings)]
     if check_lines[0].state == "ok":
-        check_lines = [_run_check("settings", partial(_check_service_files, check_lines[0].told))]
+        check_lines = [_run_check("settings", partial(_check_service_settings, check_lines[0].told))]
         config = read_night_settings()
         check_lines += [_run_check(subject, partial(check, config)) for subject, check in CHECK_BY_SUBJECT.items()]
     if args.json:
@@ -155,14 +156,13 @@ def _check_settings() -> CheckResult:
     return "ok", f"{settings_file}; not read: {', '.join(unknown_names)}" if unknown_names else settings_file
 
 
-def _check_service_files(settings_text: str) -> CheckResult:
-    """Check token, tokens file and TLS pair as `larder serve` does before it starts; raise its ConfigError."""
-    if not missing_extra("the check of the service's files", "serving", *SERVING_MODULES):
-        from serving.config.settings import ServingConfig, check_configured_files, check_header_token
+def _check_service_settings(settings_text: str) -> CheckResult:
+    """Raise the ConfigError for which `larder serve` would not start."""
+    if not missing_extra("the check of the service's settings", "serving", *SERVING_MODULES):
+        from serving.config.settings import ServingConfig
+        from serving.process.start_check import check_startable
 
-        config = ServingConfig.load(os.environ)
-        check_header_token(config.token)
-        check_configured_files(config)
+        check_startable(ServingConfig.load(os.environ))
     return "ok", settings_text
 
 
@@ -295,35 +295,51 @@ def check_bundle(config: "NightConfig") -> CheckResult:
     """Check the bundle: its checksums, whether its models open, and whether the sources have its features."""
     if missing_extra_text := missing_extra("the check of bundles", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {missing_extra_text}"
-    from precompute.builds.tables import demand_table_values
     from precompute.bundles.bundle import Bundle
-    from precompute.bundles.bundle_store import all_handovers, is_superseded
+    from precompute.bundles.bundle_store import all_handovers, is_superseded, preview_chosen_bundle
     from precompute.bundles.imports import demand_finished_import
-    from precompute.scoring.towers import demand_feature_types
 
     if config.sources.item_vectors:
         return "ok", f"each night makes it from {config.sources.item_vectors}"
     bundle_folder = config.path(config.bundle)
     demand_finished_import(bundle_folder)
-    if bundle_folder.exists():
-        bundle = Bundle.open(bundle_folder)
-        demand_table_values(config, bundle)
-        demand_feature_types(config, bundle)
-        handovers = all_handovers(config.store())
-        if is_superseded(bundle.digest, handovers):
-            newest_digest = handovers[-1].bundle_digest[:12]
-            remedy = f"run `larder hand-over {bundle_folder}` for this one, or remove the folder"
-            return (
-                "to do",
-                (
-                    f"{bundle_folder} holds {bundle.digest[:12]}, but nights use {newest_digest}, which followed "
-                    f"it: {remedy}"
-                ),
-            )
-        return "ok", f"{bundle_folder}: {bundle.name} {bundle.version}"
-    if handovers := all_handovers(config.store()):
-        return "ok", f"{handovers[-1].bundle_digest[:12]}, handed over to the store"
-    return "to do", f"none at {bundle_folder}: set `bundle`, or run `larder train`"
+    handovers = all_handovers(config.store())
+    if not bundle_folder.exists():
+        with preview_chosen_bundle(config) as handed_over_bundle:
+            if handed_over_bundle is None:
+                return "to do", f"none at {bundle_folder}: set `bundle`, or run `larder train`"
+            handed_over_bundle.try_models()
+            _demand_fit(config, handed_over_bundle)
+            return "ok", f"{handed_over_bundle.digest[:12]}, handed over to the store"
+    bundle = Bundle.open(bundle_folder)
+    _demand_fit(config, bundle)
+    if is_superseded(bundle.digest, handovers):
+        return "to do", (
+            f"{bundle_folder} holds {bundle.digest[:12]}, but nights use {handovers[-1].bundle_digest[:12]}, which "
+            f"followed it: run `larder hand-over {bundle_folder}` for this one, or remove the folder"
+        )
+    return "ok", f"{bundle_folder}: {bundle.name} {bundle.version}"
+
+
+def _demand_fit(config: "NightConfig", bundle: "Bundle") -> None:
+    """Raise the error for which `begin` would refuse the bundle with these tables and sources."""
+    from precompute.builds.tables import demand_histories, demand_table_values
+    from precompute.scoring.towers import demand_feature_types
+
+    demand_table_values(config, bundle)
+    demand_feature_types(config, bundle)
+    if config.sources.names_users:
+        demand_histories(config, bundle)
+
+
+def check_device(config: "NightConfig") -> CheckResult:
+    """Check that the device of the settings is there, on which nights of this host score."""
+    if missing_extra_text := missing_extra("the check of the device", "precompute", *PRECOMPUTE_MODULES):
+        return "not used", f"by the service; {missing_extra_text}"
+    from precompute.config.devices import devices
+
+    device_names = devices(config.device)
+    return "ok", f"device is {config.device}: nights score on {', '.join(device_names) or 'the processor'}"
 
 
 def check_redis(config: "NightConfig") -> CheckResult:
@@ -371,18 +387,12 @@ def check_redis(config: "NightConfig") -> CheckResult:
         return ("to do", f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru")
     for redis_kind in redis_kinds:
         if redis_kind.missing_requirements:
-            return (
-                "to do",
-                (
-                    f"{url_without_password(server_url)} is {redis_kind}, which has no "
-                    f"{', no '.join(redis_kind.missing_requirements)}"
-                ),
-            )
+            lacks_text = ", no ".join(redis_kind.missing_requirements)
+            return "to do", f"{url_without_password(server_url)} is {redis_kind}, which has no {lacks_text}"
     if refused_commands and not may_only_serve:
         return "to do", _missing_rights_text(server_url, config.namespace, refused_commands)
     origin_text = "" if config.redis_url else ", started by `larder redis` or another command"
-    summary = f"{url_without_password(server_url)}{origin_text}; "
-    summary += ", ".join(map(str, redis_kinds))
+    summary = f"{url_without_password(server_url)}{origin_text}; {', '.join(map(str, redis_kinds))}"
     lacking_commands = sorted(
         {lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.absent_optional_commands}
     )
@@ -602,22 +612,20 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
 
 def check_store(config: "NightConfig") -> CheckResult:
     """Check that Redis has the pointer of this artefact store, and that it can create files exclusively."""
-    from cache.control.own_store import full_store_problem, older_store_problem, pointer_problem, store_mismatch
+    from cache.control.own_store import namespace_problems
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
     server_url = config.redis_url or (running_redis.url if running_redis else None)
-    if (mismatch := store_mismatch(config, server_url, REDIS_TIMEOUT_S)) is not None:
-        return "to do", mismatch
-    # A server that a command started keeps nothing on disk; the command fills it itself.
-    if (problem := pointer_problem(config, config.redis_url, REDIS_TIMEOUT_S)) is not None:
-        return "to do", problem
-    if (problem := older_store_problem(config, server_url, REDIS_TIMEOUT_S)) is not None:
-        return "to do", problem
     store = config.store()
+    if problems := namespace_problems(config, server_url, REDIS_TIMEOUT_S, is_own=config.redis_url is None):
+        return "to do", "; ".join(problems)
     store.demand_write_once()
-    if (problem := full_store_problem(store)) is not None:
-        return "to do", problem
+    if not missing_extra("the check of a night", "precompute", *PRECOMPUTE_MODULES):
+        from precompute.planning.next_night import night_problems
+
+        if problems := night_problems(config, server_url):
+            return "to do", "; ".join(problems)
     generation_count = len(store.names("generations"))
     return (
         "ok",
@@ -685,6 +693,7 @@ def check_lineage(_config: "NightConfig") -> CheckResult:
 CHECK_BY_SUBJECT: dict[str, Callable[["NightConfig"], CheckResult]] = {
     "sources": check_sources,
     "bundle": check_bundle,
+    "device": check_device,
     "redis": check_redis,
     "events": check_events,
     "live": check_live_provider,

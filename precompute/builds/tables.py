@@ -54,6 +54,17 @@ def demand_table_values(config: NightConfig, bundle: Bundle) -> None:
         entity_of(bundle, table_name, table_config)
 
 
+def demand_histories(config: NightConfig, bundle: Bundle) -> None:
+    """Raise ConfigError if users only have features, but the model needs a history."""
+    sources = config.sources
+    has_features_alone = not sources.interactions and not sources.user_vectors
+    if has_features_alone and bundle.needs_history and not bundle.answers_without_history:
+        raise ConfigError(
+            "sources.interactions and sources.user_vectors are empty, but the model takes a history and no "
+            "features: name the files of interactions, or those of vectors of users"
+        )
+
+
 def facet_layout(list_length: int) -> Layout:
     """Return the layout of a facet's lists: float32, since mean scores may be of any size."""
     return Layout("topk", list_length, "f4")

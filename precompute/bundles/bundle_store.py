@@ -294,9 +294,14 @@ def _fetch_bundle(
     if record_bytes is None:
         raise StoreError(f"{bundle_record.path} is no longer in {store.url}")
     for file_name in orjson.loads(record_bytes)["files"]:
-        link_or_copy_file(
-            store.fetch(_stored_file_path(bundle_record.bundle_digest, file_name)), private_folder / file_name
-        )
+        stored_path = _stored_file_path(bundle_record.bundle_digest, file_name)
+        try:
+            link_or_copy_file(store.fetch(stored_path), private_folder / file_name)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{stored_path} is no longer in {store.url}: put it back from a copy of the store, or run `larder "
+                "train`, or `larder hand-over FOLDER` for the folder of the bundle"
+            ) from error
     _remove_host_copies(store, bundle_record.bundle_digest)
     bundle = Bundle.read(private_folder)
     bundle.verify()

@@ -12,17 +12,19 @@ from rich.text import Text
 from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
 from cache.control.own_store import (
-    ADOPT_COMMAND,
     full_store_problem,
+    lost_files_problems,
     missing_records_advice,
     older_store_message,
+    pointer_problem,
     replicas_ahead,
+    unreadable_night_problem,
 )
 from cache.control.states import GenerationState, Ledger, fold_releases
 from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownGeneration
 from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server
-from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.store.artefacts import generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
@@ -34,6 +36,7 @@ from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
 from precompute.events.status import event_lines, events_status, events_until
+from precompute.planning.next_night import room_problems
 from precompute.releases.release_log import Releases, generation_state, open_releases
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
@@ -111,6 +114,8 @@ class NamespaceState:
     killed_step: str | None = None
     """Step in which a night of this host was killed, with its generation."""
     is_own_redis: bool = False
+    night_problems: Sequence[str] = ()
+    """Why a night would be refused: by a replica of another release, or for want of room."""
     lacks_pages: bool = False
     """Whether Redis lacks a page, or a part of one, of the live generation."""
 
@@ -158,6 +163,7 @@ def read_state(config: NightConfig) -> NamespaceState:
                 history=view.history,
                 killed_step=killed_step,
                 is_own_redis=own_server is not None and own_server.url == config.redis_url,
+                night_problems=_list_night_problems(config, releases),
                 lacks_pages=live_generation is not None and _lacks_pages(releases, live_generation),
             )
     except TierUnavailable as error:
@@ -175,6 +181,11 @@ def _redis_memory(client: Any) -> dict[str, Any]:
         return {"used_bytes": int(info["used_memory"]), "limit_bytes": int(info["maxmemory"])}
     except Exception:  # a cluster answers by node, a managed service may not answer
         return {}
+
+
+def _list_night_problems(config: NightConfig, releases: Releases) -> list[str]:
+    format_problem = unreadable_night_problem(releases.control)
+    return [*([format_problem] if format_problem else []), *room_problems(config, releases)]
 
 
 def _lacks_pages(releases: Releases, live_generation: str) -> bool:
@@ -220,7 +231,7 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
         "events": events_status(config, generations),
     }
-    problems = list(_list_problems(namespace_status, namespace_state, store))
+    problems = _list_problems(config, namespace_status, namespace_state)
     if not has_settings and namespace_state.live_generation is None and not generations:
         problems = [NO_SETTINGS_TEXT]
     return namespace_status | {"well": not problems, "problems": problems}
@@ -255,9 +266,9 @@ def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, A
 
 
 def _list_problems(
-    namespace_status: Mapping[str, Any], namespace_state: NamespaceState, store: ArtefactStore
+    config: NightConfig, namespace_status: Mapping[str, Any], namespace_state: NamespaceState
 ) -> list[str]:
-    problems, store_url = [], store.url
+    problems, store = list[str](), config.store()
     ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, namespace_status["schedule"]
     if namespace_state.redis_state == REDIS_UNREACHABLE:
         problems.append(f"Redis does not answer: {namespace_state.redis_error}")
@@ -270,35 +281,20 @@ def _list_problems(
     elif namespace_state.live_generation is None:
         redis_clause = "" if namespace_state.redis_state != REDIS_REACHABLE else ", nor has Redis"
         problems.append(
-            f"nothing is live: the artefact store {store_url} has no record of a publish{redis_clause}; run `larder "
+            f"nothing is live: the artefact store {store.url} has no record of a publish{redis_clause}; run `larder "
             "night`, or set the right store (artifacts, LARDER_ARTIFACTS)"
         )
-    if pointer is not None and not namespace_state.history:
-        problems.append(
-            f"in Redis {pointer.generation} is live, epoch {pointer.epoch}, but {missing_records_advice(store)}"
-        )
-    elif pointer is not None and pointer.epoch > ledger.live_epoch:
-        epoch_clause = (
-            f"has no later epoch than {ledger.live_epoch}" if ledger.live_generation else "has no record of a publish"
-        )
-        problems.append(
-            f"in Redis {pointer.generation} is live, epoch {pointer.epoch}, but the artefact store {store_url} "
-            f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: "
-            f"`{ADOPT_COMMAND}`"
-        )
-    elif namespace_state.redis_state == REDIS_REACHABLE and ledger.live_generation is not None:
-        if pointer is None and namespace_state.is_own_redis:
-            problems.append(
+    if namespace_state.redis_state == REDIS_REACHABLE:
+        live_key = config.keyspace().live
+        pointer_finding = pointer_problem(pointer, namespace_state.history, store, live_key)
+        if pointer_finding and pointer is None and namespace_state.is_own_redis:
+            pointer_finding = (
                 "Redis has lost its pointer: the `larder serve` that started it here fills it again within seconds; if "
                 "not, run `larder restore`"
             )
-        elif pointer is None:
-            problems.append("Redis has lost its pointer: run `larder restore`")
-        elif pointer.epoch != ledger.live_epoch:
-            problems.append(
-                f"Redis has the epoch {pointer.epoch}, the release records have {ledger.live_epoch}: run `larder "
-                "restore`"
-            )
+        problems += [pointer_finding] if pointer_finding else []
+    problems += lost_files_problems(store, ledger)
+    problems += namespace_state.night_problems
     if namespace_state.lacks_pages:
         problems.append(
             f"Redis lacks pages of the live generation {namespace_state.live_generation}: the previous night, live "
@@ -338,7 +334,7 @@ def _list_problems(
         problems.append(full_problem)
     blocklist_version = namespace_status["blocklist_version"]
     if ahead := replicas_ahead(namespace_state.replicas, blocklist_version):
-        problems.append(older_store_message(ahead, blocklist_version, store_url))
+        problems.append(older_store_message(ahead, blocklist_version, store.url))
     for replica in namespace_state.replicas:
         for reason in replica.stale_reasons:
             if reason in PROBLEM_BY_STALE_REASON and not (reason == "blocklist_unreadable" and replica in ahead):

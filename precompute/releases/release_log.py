@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.own_store import ADOPT_COMMAND, missing_records_advice, unexplained_pointer_message
+from cache.control.own_store import pointer_problem, unexplained_pointer_message
 from cache.control.states import TRANSITIONS, UNFINISHED_STATES, GenerationState, Ledger, demand_allowed, fold_releases
 from cache.errors import ConfigError, Conflict, CorruptArtefact, UnknownGeneration
 from cache.l2.sync_clients import connect
@@ -74,8 +74,8 @@ class ReleaseView:
             raise Conflict("Redis has lost its pointer: run `larder restore` first")
         if self.epoch < self.ledger.live_epoch:
             raise Conflict("Redis holds an older pointer than the releases: run `larder restore` first")
-        if self.epoch > self.ledger.live_epoch:
-            raise Conflict(unexplained_pointer_message(self.epoch))
+        if self.pointer is not None and self.epoch > self.ledger.live_epoch:
+            raise Conflict(unexplained_pointer_message(self.pointer))
 
 
 class Releases:
@@ -131,18 +131,10 @@ class Releases:
     def demand_agreement(self) -> None:
         """Raise Conflict, naming key, store and remedy, unless Redis' pointer is the one that the releases prove."""
         view = self.view()
-        try:
-            view.demand_agreement()
-        except Conflict as error:
-            remedy = ""
-            if view.epoch > view.ledger.live_epoch:
-                remedy = f". If it is, and these releases are right, run `{ADOPT_COMMAND}`"
-                if not view.history:
-                    remedy = f": {missing_records_advice(self.store)}"
-            raise Conflict(
-                f"{error.message} (key {self.control.keyspace.live}, artefact store {self.store.url}){remedy}",
-                **error.details,
-            ) from error
+        problem = pointer_problem(view.pointer, view.history, self.store, self.control.keyspace.live)
+        if problem is not None:
+            raise Conflict(problem)
+        view.demand_agreement()
 
     def check_manifest(self, generation: str, history: list[Release]) -> None:
         """Raise CorruptArtefact if the manifest differs from the released one, UnknownGeneration if it is missing."""

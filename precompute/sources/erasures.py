@@ -26,6 +26,8 @@ from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 
 WRITE_TRIES_MAX = 16
+_PUT_BACK_ADVICE = "put the file back from a copy of the store, since no erasure may be skipped"
+
 ERASURES_FOLDER = "erasures"
 
 _REQUEST_NAME_PATTERN = re.compile(r"([0-9]{12})\.json")
@@ -213,7 +215,9 @@ def _parse_erasure(content_by_name: Mapping[str, bytes], erasure_number: int) ->
             raise ValueError("number or kind does not match")
         return Erasure(**document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptArtefact(f"{_erasure_path(erasure_number, 'json')} is not an erasure: {error}") from error
+        raise CorruptArtefact(
+            f"{_erasure_path(erasure_number, 'json')} is not an erasure ({error}): {_PUT_BACK_ADVICE}"
+        ) from error
 
 
 def _parse_closing_record(
@@ -228,7 +232,7 @@ def _parse_json_file(content_by_name: Mapping[str, bytes], path: str) -> dict[st
     try:
         document: dict[str, Any] = orjson.loads(content_by_name.get(path.removeprefix(f"{ERASURES_FOLDER}/"), b""))
     except orjson.JSONDecodeError as error:
-        raise CorruptArtefact(f"{path} cannot be read: {error}") from error
+        raise CorruptArtefact(f"{path} cannot be read ({error}): {_PUT_BACK_ADVICE}") from error
     return document
 
 

@@ -45,7 +45,7 @@ from precompute.builds.reports import (
     UserFields,
 )
 from precompute.builds.seal import WRITER_TEXT_BY_FORMAT, manifest_format_of
-from precompute.builds.tables import demand_table_values
+from precompute.builds.tables import demand_histories, demand_table_values
 from precompute.bulk.headroom import convert_disk_errors
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
@@ -258,7 +258,7 @@ def _begin(
 ) -> BegunBuild:
     demand_table_values(config, bundle)
     demand_feature_types(config, bundle)
-    _demand_histories(config, bundle)
+    demand_histories(config, bundle)
     for demand_settings in setting_checks():
         demand_settings(config)
     sources_digest, inputs = pinned_inputs or digest_files(input_files.all_files)
@@ -624,17 +624,6 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
     for name in bundle_file_names:
         link_or_copy_file(bundle.path / name, build.path(f"bundle/{name}"))
     return bundle_file_names
-
-
-def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
-    """Raise ConfigError if users only have features, but the model needs a history."""
-    sources = config.sources
-    has_features_alone = not sources.interactions and not sources.user_vectors
-    if has_features_alone and bundle.needs_history and not bundle.answers_without_history:
-        raise ConfigError(
-            "sources.interactions and sources.user_vectors are empty, but the model takes a history and no "
-            "features: name the files of interactions, or those of vectors of users"
-        )
 
 
 def _describe_feature_only_users(begin_report: BeginReport) -> str:

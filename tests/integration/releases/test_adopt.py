@@ -132,7 +132,9 @@ def test_a_store_without_a_release_record_is_not_adopted_and_nobody_advises_it(
     }[remains]
 
     # when status, check, the night and a move look at it
-    (problem,) = [text for text in report_status(config, read_state(config))["problems"] if "is live, epoch" in text]
+    (problem,) = [
+        text for text in report_status(config, read_state(config))["problems"] if "a pointer of epoch" in text
+    ]
     state, check_text = check_store(config)
     raw_pointer = client.get(config.keyspace().live)
     with pytest.raises(Conflict) as refusal:
