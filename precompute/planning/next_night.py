@@ -69,11 +69,9 @@ def room_problems(config: NightConfig, releases: Releases) -> list[str]:
         and (row := view.registry_rows.get(generation)) is not None
         and row.state is not GenerationState.BEGUN
     )
-    problems = [
-        _redis_problem(releases, live_manifest, removed_page_bytes),
-        _disk_problem(store, live_manifest.generation, list(removed_manifests)),
-    ]
-    return [problem for problem in problems if problem]
+    redis_problem = _redis_problem(releases, live_manifest, removed_page_bytes)
+    disk_problem = _disk_problem(store, live_manifest.generation, list(removed_manifests))
+    return [problem for problem in (redis_problem, disk_problem) if problem]
 
 
 def _read_manifest_if_whole(store: ArtefactStore, generation: str) -> Manifest | None:
@@ -105,8 +103,7 @@ def _disk_problem(store: ArtefactStore, live_generation: str, removed_generation
     if store.local_folder is None:
         return None
     free_bytes, needed_bytes = disk_free_bytes(store.local_folder), _folder_bytes(store, live_generation)
-    removed_bytes = sum(_folder_bytes(store, generation) for generation in removed_generations)
-    if needed_bytes <= free_bytes + removed_bytes:
+    if needed_bytes <= free_bytes + sum(_folder_bytes(store, generation) for generation in removed_generations):
         return None
     return (
         f"the disk of the artefact store {store.url} has no room for the next night: {free_bytes:,} bytes are free, "
