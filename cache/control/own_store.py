@@ -174,27 +174,29 @@ def namespace_problems(config: "SharedConfig", redis_url: str | None, timeout_s:
     Without a Redis, or if it cannot be asked, only those of the store. `is_own`: a command started this Redis and
     fills it, so a lost pointer is no problem. Raises ConfigError if the Redis user has no rights in this namespace.
     """
-    store, live_key = config.store(), config.keyspace().live
-    replicas, redis_problems, pointer_finding = list[Replica](), list[str | None](), None
+    problems, replicas = list[str | None](), list[Replica]()
+    pointer, is_pointer_known = None, False
     if redis_url:
-        try:
+        try:  # before the store is read: what Redis names was written there earlier
             with connect(redis_url, timeout_s, namespace=config.namespace) as client:
                 control = Control(client, config.keyspace())
                 replicas = control.replicas()
-                redis_problems.append(unreadable_night_problem(control))
-                pointer = control.read_pointer()
-                if pointer is not None or not is_own:
-                    pointer_finding = pointer_problem(pointer, all_releases(store), store, live_key)
+                problems.append(unreadable_night_problem(control))
+                pointer, is_pointer_known = control.read_pointer(), True
                 control.rows()
         except CorruptArtefact as error:  # its text has the remedy
-            redis_problems.append(error.message)
+            problems.append(error.message)
         except TierUnavailable:
             pass
         except ConfigError as error:
             if "namespace" in error.details:
                 raise
-    problems = [pointer_finding, *redis_problems, *older_store_remarks(store, replicas)]
-    problems += lost_files_problems(store, fold_releases(all_releases(store)))
+    store = config.store()
+    history = all_releases(store)
+    if is_pointer_known and (pointer is not None or not is_own):
+        problems.append(pointer_problem(pointer, history, store, config.keyspace().live))
+    problems += older_store_remarks(store, replicas)
+    problems += lost_files_problems(store, fold_releases(history))
     return [problem for problem in (*problems, full_store_problem(store)) if problem]
 
 
