@@ -23,6 +23,7 @@ from redis.retry import Retry
 
 from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
+from cache.l2.errors import describe_connection_error
 from cache.l2.resp import WrongReply
 from cache.l2.sync_clients import open_client, primary_clients
 from cache.process.command_line import SERVING_MODULES, interrupts_never_swallowed, missing_extra, printable_lines
@@ -168,7 +169,9 @@ def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
         )
         return False
     except (redis.RedisError, RedisClusterException) as error:
-        log.warning("Redis does not answer (%s): starting from the newest release", error)
+        log.warning(
+            "Redis does not answer (%s): starting from the newest release", describe_connection_error(error)
+        )  # fmt: skip
         return False
     finally:
         client.close()

@@ -311,7 +311,10 @@ class Manifest:
         try:
             document = orjson.loads(manifest_bytes)
             demand_readable(MANIFEST, document["format"], f"the manifest of {document.get('generation')}")
-            return _manifest_adapter().validate_json(manifest_bytes)
+            manifest = _manifest_adapter().validate_json(manifest_bytes)
+            if not all({"rule", "passed"} <= gate.keys() for gate in manifest.gates):
+                raise ValueError("a gate without `rule` or `passed`")
+            return manifest
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise CorruptArtefact(f"not a manifest: {error}") from error
 

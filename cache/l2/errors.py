@@ -16,6 +16,9 @@ HANDLER_CLOSED_MESSAGE = "the handler is closed"
 # The pattern accepts an IPv6 address without brackets; an empty host or `?` does not name the target.
 _REDIRECT_PATTERN = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
 
+_TLS_FILE_PATTERN = re.compile(r"Error 2 connecting to [^/ ]+:[0-9]+\.")
+"""Pattern of the error of a connection over TCP for a file that does not exist: one that TLS needs."""
+
 NO_USER_HINT = " (the URL names no user, as in redis://USER:PASSWORD@HOST)"
 
 _KEY_REFUSED_PATTERN = re.compile("access (a|one of the) keys?")
@@ -46,6 +49,12 @@ def error_from_reply(error_reply: Any) -> TierUnavailable:
             target_address = join_address(host.strip("[]"), int(port))
             return Redirected(message, slot=int(slot), address=target_address, is_ask=kind == "ASK")
     return TierUnavailable(message, reason="connection")
+
+
+def describe_connection_error(error: BaseException) -> str:
+    """Return the text of an error of redis-py, with a remark if it is about a missing file of TLS."""
+    tls_remark = " (a file that an ssl_ option of the URL names does not exist)"
+    return f"{error}{tls_remark if _TLS_FILE_PATTERN.search(str(error)) else ''}"
 
 
 @contextmanager
@@ -115,7 +124,8 @@ def _error_with_remedy(error: Exception, variable_and_url: str, url_variable: st
             )
         case exceptions.ConnectionError():
             message = (
-                f"Redis cannot be reached ({variable_and_url}): {error}; start it or correct {url_variable}, "
+                f"Redis cannot be reached ({variable_and_url}): {describe_connection_error(error)}; "
+                f"start it or correct {url_variable}, "
                 f"then run the "
                 "step again"
             )

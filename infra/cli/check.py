@@ -346,7 +346,7 @@ def check_redis(config: "NightConfig") -> CheckResult:
     """Check the Redis of pages: version, missing commands, rights of its user, and eviction policy."""
     from redis import AuthenticationError, RedisError
 
-    from cache.l2.errors import NO_USER_HINT
+    from cache.l2.errors import NO_USER_HINT, describe_connection_error
     from cache.l2.sync_clients import open_client, primary_clients
     from cache.process.redis_server import find_server, running_server
     from precompute.cli.temporary_redis import describe_ended_redis
@@ -379,9 +379,10 @@ def check_redis(config: "NightConfig") -> CheckResult:
             f"{url_without_password(server_url)} rejects user or password: {error}; correct REDIS_URL{no_user_remark}",
         )
     except (RedisError, ValueError, OSError) as error:
+        error_text = describe_connection_error(error)
         return (
             "to do",
-            f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and is it running?",
+            f"{url_without_password(server_url)} cannot be used: {error_text}; is REDIS_URL right, and is it running?",
         )
     if unfit_policies := sorted(policy for policy in eviction_policies if policy.startswith("allkeys")):
         return ("to do", f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru")

@@ -111,3 +111,14 @@ def test_a_manifest_under_the_name_of_another_generation_is_refused(tmp_path: Pa
     assert read_manifest(store, manifest.generation) == manifest
     with pytest.raises(CorruptArtefact, match="names generation"):
         read_manifest(store, other_generation_id)
+
+
+@pytest.mark.parametrize("field_name", ["rule", "passed"])
+def test_a_manifest_with_a_gate_that_lacks_its_rule_or_verdict_is_damaged(field_name: str) -> None:
+    gate = {"rule": "coverage", "passed": True}
+    document = orjson.loads(replace(make_complete_manifest(), gates=(gate,)).to_bytes())
+    assert Manifest.from_bytes(orjson.dumps(document)).gates == (gate,)
+    del document["gates"][0][field_name]
+
+    with pytest.raises(CorruptArtefact, match="a gate without"):
+        Manifest.from_bytes(orjson.dumps(document))

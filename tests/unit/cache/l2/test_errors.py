@@ -1,7 +1,9 @@
 """A connection that closed before a command was written to it is an outage of Redis, whatever raises it."""
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.control_plane import ServerControl
 from cache.l2.errors import translate_redis_errors
 from cache.l2.resp import checked_reply
+from cache.l2.sync_clients import connect
 
 CLOSED = RuntimeError(
     "unable to perform operation on <TCPTransport closed=True reading=False 0x1>; the handler is closed"
@@ -86,3 +89,19 @@ def test_a_server_that_answers_otherwise_than_redis_is_named_with_what_to_do() -
         "the server at REDIS_URL redis://host:6379/0 does not answer as Redis does: TIME was answered by 1.5, not by "
         "two numbers; check that the address is Redis', then run the step again"
     )
+
+
+def test_a_missing_file_of_tls_is_told_as_one(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"rediss://127.0.0.1:{listener.getsockname()[1]}/0?ssl_ca_certs={tmp_path / 'none.pem'}"
+        with pytest.raises(TierUnavailable) as refusal, connect(url, 1.0) as client:
+            client.ping()
+
+    assert "a file that an ssl_ option of the URL names does not exist" in refusal.value.message
+
+
+def test_a_missing_unix_socket_is_no_missing_file_of_tls(tmp_path: Path) -> None:
+    with pytest.raises(TierUnavailable) as refusal, connect(f"unix://{tmp_path / 'none.sock'}", 1.0) as client:
+        client.ping()
+
+    assert "ssl_" not in refusal.value.message
