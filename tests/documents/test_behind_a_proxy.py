@@ -4,8 +4,10 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -85,6 +87,49 @@ def test_requests_pass_as_they_were_sent_and_only_those_of_the_api(
     assert upgrade.status_code == 200 and upgrade.json()["items"] == answer.json()["items"]
     assert large.status_code == 200, large.text
     assert inside == [404, 404, 404]
+
+
+class _Replica(BaseHTTPRequestHandler):
+    """Answers every request with 200."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_arguments: object) -> None:
+        """Log nothing."""
+
+
+@contextmanager
+def answering(port: int) -> Iterator[None]:
+    """A server that answers on this port."""
+    with ThreadingHTTPServer(("127.0.0.1", port), _Replica) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_replica_that_was_restarted_answers_soon_after_the_next_one_is_stopped(tmp_path: Path) -> None:
+    # given nginx before two replicas, of which the first is being restarted
+    ports = free_port(), free_port()
+    with proxy("nginx", tmp_path, ports) as url, httpx.Client(base_url=url, timeout=10) as client:
+
+        def status() -> int:
+            return client.get("/v1/lookup/user_topk/a0").status_code
+
+        with answering(ports[1]):
+            assert [status() for _ in range(4)] == [200] * 4
+
+        # when it is back, and the second one is stopped
+        with answering(ports[0]):
+            is_answered = poll_until(lambda: status() == 200, timeout_s=4.0)
+
+    assert is_answered, "nginx left the first replica out for longer"
 
 
 def test_the_proxies_give_up_a_connection_before_the_service_does() -> None:
