@@ -22,7 +22,7 @@ def main() -> int:
         except Broken as error:
             print("\n".join(simulation.lines))
             print(f"\nseed {seed}: {error}\n\nmaking it small ...", file=sys.stderr)
-            print(format_failure(seed, *shrunk(seed, simulation.steps)))
+            print(format_failure(seed, shrunk(seed, simulation.steps)))
             return 1
     virtual_s, seconds = simulation.loop.time() - START, time.perf_counter() - started_at
     print("\n".join(simulation.lines))

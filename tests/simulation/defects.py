@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -31,6 +32,7 @@ from serving.traffic.arms import Arm, ArmHolder, ArmState, Routing
 from serving.traffic.router import ExperimentRouter
 from serving.usage.hot_keys import HotKeySketch
 from tests.simulation.scenarios import EXPERIMENTS, Bias
+from tests.simulation.virtual_loop import HOST
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -321,18 +323,20 @@ def _a_pin_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:
-    for owner in (tiered, tiered):
-        name = "reads_of" if owner is tiered else "page_reads"
-        real = getattr(owner, name)
-        last: dict[str, Any] = {}
+    def confused(real: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        # Views by process: in one that they shared, a simulation would depend on those before it.
+        view_by_host: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
-        def reads(view: Any, record_keys: Any, real: Any = real, last: Any = last) -> Any:
-            previous_view = last.setdefault("view", view)
-            if view.generation != previous_view.generation:
-                last["view"], view = view, previous_view
-            return real(view, record_keys)
+        def read_previous_view(view: Any, record_keys: Any) -> Any:
+            host = HOST.get()
+            previous_view = view_by_host.get(host, view)
+            view_by_host[host] = view
+            return real(previous_view, record_keys)
 
-        patch.setattr(owner, name, reads)
+        return read_previous_view
+
+    for name in ("reads_of", "page_reads"):
+        patch.setattr(tiered, name, confused(getattr(tiered, name)))
 
 
 def _an_arm_misses_what_is_blocked_while_it_starts(patch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""Shrinking of a failure to the fewest steps after which the same rule still breaks."""
+"""Shrinking of a failure to the fewest steps after which a rule still breaks."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tests.simulation.leftovers import Broken
@@ -12,7 +12,8 @@ from tests.simulation.threads import TRACED_SHARE
 CHANCES = 3
 """Seeds under which steps are tried: without some of them all else happens at slightly other times."""
 
-TRIES = 400
+GROUP_SIZE_MAX = 2
+"""Size of the largest groups, of any steps, that are all left out in turn before a report is final."""
 
 
 class Luck(NamedTuple):
@@ -31,6 +32,14 @@ class Luck(NamedTuple):
         return f"seed {self.seed}" + (", where every thread pauses" if self.traced_share == 1 else "")
 
 
+class Report(NamedTuple):
+    """Steps that break a rule, the luck under which they do, and the rule."""
+
+    luck: Luck
+    steps: list[Step]
+    failure: str
+
+
 def broken(luck: Luck, steps: Sequence[Step]) -> str | None:
     """Return the rule that the steps break under that luck, None without one."""
     try:
@@ -40,36 +49,47 @@ def broken(luck: Luck, steps: Sequence[Step]) -> str | None:
     return None
 
 
-def shrunk(seed: int, steps: Sequence[Step]) -> tuple[Luck, list[Step], str]:
-    """Return as few steps as found that break a rule, their luck, and how; after Zeller's delta debugging."""
-    luck = Luck(seed)
-    failure, smallest_steps, size, tries = (broken(luck, steps) or "", list(steps), max(1, len(steps) // 2), 0)
-    while size and tries < TRIES:
-        at = len(smallest_steps)
-        is_smaller = False
-        while at > 0 and tries < TRIES:
-            candidate_steps = smallest_steps[: max(0, at - size)] + smallest_steps[at:]
-            for chance in luck.nearby():
-                tries += 1
-                if (candidate_failure := broken(chance, candidate_steps)) is not None:
-                    luck, smallest_steps, failure, is_smaller = (chance, candidate_steps, candidate_failure, True)
-                    break
-            at -= size
-        size = size if is_smaller and size == 1 else size // 2
-    return _without_pairs(luck, smallest_steps, failure)
+def shrunk(seed: int, steps: Sequence[Step]) -> Report:
+    """Return few of the steps, which break a rule, and with any one or two of them left out break none.
+
+    Large blocks are left out first, then smaller ones, as in Zeller's delta debugging.
+    """
+    failure = broken(Luck(seed), steps)
+    if failure is None:
+        raise AssertionError(f"seed {seed} breaks no rule when it is repeated")
+    report = Report(Luck(seed), list(steps), failure)
+    block_size = len(steps) // 2
+    while block_size > 1:
+        report = _without_groups(report, _blocks(report.steps, block_size))
+        block_size //= 2
+    group_size = 1
+    while group_size <= GROUP_SIZE_MAX:
+        smaller_report = _without_groups(report, itertools.combinations(reversed(report.steps), group_size))
+        group_size = 1 if len(smaller_report.steps) < len(report.steps) else group_size + 1
+        report = smaller_report
+    return report
 
 
-def _without_pairs(luck: Luck, steps: list[Step], failure: str) -> tuple[Luck, list[Step], str]:
-    """Return fewer steps by leaving out two at a time, if no single one can be left out."""
-    for pair in itertools.combinations(range(len(steps)), 2):
-        candidate_steps = [step for at, step in enumerate(steps) if at not in pair]
-        for chance in luck.nearby():
-            if (candidate_failure := broken(chance, candidate_steps)) is not None:
-                return _without_pairs(chance, candidate_steps, candidate_failure)
-    return luck, steps, failure
+def _blocks(steps: Sequence[Step], size: int) -> Iterator[Sequence[Step]]:
+    """Return consecutive steps in groups of `size`, the last group first."""
+    return (steps[max(0, end - size) : end] for end in range(len(steps), 0, -size))
 
 
-def format_failure(first: int, luck: Luck, steps: Sequence[Step], failure: str) -> str:
+def _without_groups(report: Report, groups: Iterable[Sequence[Step]]) -> Report:
+    """Return the report without each of the groups of steps that the failure does not need."""
+    for group in groups:
+        candidate_steps = [step for step in report.steps if step not in group]
+        if len(report.steps) - len(candidate_steps) < len(group):
+            continue  # some of the group are left out already
+        for luck in report.luck.nearby():
+            if (failure := broken(luck, candidate_steps)) is not None:
+                report = Report(luck, candidate_steps, failure)
+                break
+    return report
+
+
+def format_failure(first: int, report: Report) -> str:
     """Return a failure as text: the seed that was run, and the remaining steps with their seed."""
+    luck, steps, failure = report
     step_lines = "\n".join(map(str, steps))
     return f"seed {first} breaks a rule; {len(steps)} of its steps do so under {luck}: {failure}\n{step_lines}"

@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.defects import BIASES, DEFECTS, planted
 from tests.simulation.leftovers import Broken
 from tests.simulation.scenarios import Bias, scenario
-from tests.simulation.shrinking import format_failure, shrunk
+from tests.simulation.shrinking import broken, format_failure, shrunk
 from tests.simulation.simulation import START, Simulation, installed
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
@@ -52,7 +52,7 @@ def run_from(first: int) -> tuple[float, str]:
             try:
                 simulation.run()
             except Broken:
-                return virtual_s, format_failure(seed, *shrunk(seed, simulation.steps))
+                return virtual_s, format_failure(seed, shrunk(seed, simulation.steps))
             virtual_s += simulation.loop.time() - START
     return virtual_s, ""
 
@@ -129,6 +129,8 @@ def test_a_planted_mistake_is_found(name: str) -> None:
 def test_a_planted_mistake_is_reported_in_few_steps(name: str) -> None:
     seed = find_seed(name)
     with installed(), planted(name):
-        failure = shrunk(seed, scenario(seed, BIASES.get(name, Bias())))
-    print(format_failure(seed, *failure))
-    assert len(failure[1]) <= STEPS_MAX
+        report = shrunk(seed, scenario(seed, BIASES.get(name, Bias())))
+    print(format_failure(seed, report))
+    assert len(report.steps) <= STEPS_MAX
+    with installed(), planted(name):  # nothing that the plant remembers of other simulations broke the rule
+        assert broken(report.luck, report.steps) is not None

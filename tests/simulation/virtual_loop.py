@@ -26,6 +26,9 @@ class Host:
         self.clock_ahead_s = 0.0
         """Seconds by which its wall clock is ahead of the others'."""
 
+    def __repr__(self) -> str:
+        return self.name  # an address would make each report of one failure a different text
+
 
 class Network(Protocol):
     """Protocol of connecting and listening."""
