@@ -4,13 +4,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from cache.control.control_keys import Control, Replica, demand_readers_of_night
-from cache.control.states import Ledger, fold_releases
+from cache.control.states import fold_releases
 from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, TierUnavailable
 from cache.l2.sync_clients import connect
 from cache.process.host import disk_free_bytes
 from cache.store.artefacts import ArtefactStore, find_lost_files
 from cache.store.blocklist import latest_blocklist
-from cache.store.releases import Pointer, Release, all_releases
+from cache.store.releases import Pointer, Release, all_releases, demand_released_manifest
 
 if TYPE_CHECKING:
     from cache.config.shared import SharedConfig
@@ -133,8 +133,12 @@ def older_store_remarks(store: ArtefactStore, replicas: Iterable[Replica]) -> li
     return [older_store_message(ahead, newest_version, store.url)] if ahead else []
 
 
-def lost_files_problems(store: ArtefactStore, ledger: Ledger) -> list[str]:
-    """Return a problem for each of the generations live, on trial and previous whose files the store lacks."""
+def generation_files_problems(store: ArtefactStore, history: Sequence[Release]) -> list[str]:
+    """Return a problem for each generation live, on trial or previous whose files are lost or whose manifest changed.
+
+    Contents of other files are not read.
+    """
+    ledger = fold_releases(history)
     canary_generation = None if ledger.canary is None else ledger.canary.generation
     consequence_by_generation = {
         ledger.previous_generation: "the previous one: no roll back to it can load its pages or models again",
@@ -147,8 +151,13 @@ def lost_files_problems(store: ArtefactStore, ledger: Ledger) -> list[str]:
             continue
         try:
             lost_paths = find_lost_files(store, generation)
+            if not lost_paths:
+                demand_released_manifest(store, generation, history)
         except CorruptArtefact as error:
-            problems.append(f"{generation} is {consequence}: {error.message}")
+            problems.append(
+                f"{error.message}; {generation} is {consequence}; put the manifest back from a copy of the store, or "
+                "run `larder night`"
+            )
             continue
         if lost_paths:
             problems.append(
@@ -196,7 +205,7 @@ def namespace_problems(config: "SharedConfig", redis_url: str | None, timeout_s:
     if is_pointer_known and (pointer is not None or not is_own):
         problems.append(pointer_problem(pointer, history, store, config.keyspace().live))
     problems += older_store_remarks(store, replicas)
-    problems += lost_files_problems(store, fold_releases(history))
+    problems += generation_files_problems(store, history)
     return [problem for problem in (*problems, full_store_problem(store)) if problem]
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal, Self, cast, get_args
 
 import orjson
 
-from cache.errors import CorruptArtefact, UnknownFormat
+from cache.errors import CorruptArtefact, UnknownFormat, UnknownGeneration
 from cache.format.manifest import GENERATION_PATTERN
 from cache.formats import FORMAT_FIELD, POINTER, RELEASE_RECORD, demand_readable, version_of, version_stamp
-from cache.store.artefacts import ArtefactStore
+from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.write_once import pack_files, read_files
 
 Action = Literal[
@@ -304,3 +304,17 @@ def released_manifest_digest(releases: Sequence[Release], generation: str) -> st
         ),
         "",
     )
+
+
+def demand_released_manifest(store: ArtefactStore, generation: str, releases: Sequence[Release]) -> None:
+    """Raise CorruptArtefact if the manifest differs from the released one, UnknownGeneration if it is missing."""
+    raw_manifest = store.read(generation_path(generation, "manifest.json"))
+    if raw_manifest is None:
+        raise UnknownGeneration(f"generation {generation} has no manifest in {store.url}", generation=generation)
+    released_digest, stored_digest = released_manifest_digest(releases, generation), manifest_digest(raw_manifest)
+    if released_digest and released_digest != stored_digest:
+        raise CorruptArtefact(
+            f"the manifest of {generation} has the digest {stored_digest}, but its release record has "
+            f"{released_digest}",
+            generation=generation,
+        )

@@ -13,7 +13,7 @@ from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
 from cache.control.own_store import (
     full_store_problem,
-    lost_files_problems,
+    generation_files_problems,
     missing_records_advice,
     older_store_message,
     pointer_problem,
@@ -293,7 +293,7 @@ def _list_problems(
                 "not, run `larder restore`"
             )
         problems += [pointer_finding] if pointer_finding else []
-    problems += lost_files_problems(store, ledger)
+    problems += generation_files_problems(store, namespace_state.history)
     problems += namespace_state.night_problems
     if namespace_state.lacks_pages:
         problems.append(

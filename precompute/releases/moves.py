@@ -12,7 +12,7 @@ from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.format.manifest import CUT_CHARS
 from cache.formats import FORMATS, MANIFEST, THIS_RELEASE
 from cache.store.artefacts import read_manifest
-from cache.store.releases import MOVE_ACTIONS, Action, Canary, Pointer, Release
+from cache.store.releases import MOVE_ACTIONS, Action, Canary, Pointer, Release, demand_released_manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import load_missing, repair_pages
@@ -119,7 +119,7 @@ def roll_back(releases: Releases, *, target_generation: str | None, reason: str,
         return MoveResult(live, has_moved=False)
     rolled_back_id = view.ledger.live_generation
     with conflict_if_files_missing(target):
-        releases.check_manifest(target, view.history)
+        demand_released_manifest(releases.store, target, view.history)
         load_missing(releases.control, releases.store, target, is_urgent=True)
     view = releases.view()
     if view.ledger.live_generation != rolled_back_id:

@@ -16,7 +16,7 @@ from cache.l2.errors import translate_redis_errors
 from cache.l2.resp import COUNT_SHAPE, checked_reply
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.audit import audited
-from cache.store.releases import Pointer, Release, publication_time
+from cache.store.releases import Pointer, Release, demand_released_manifest, publication_time
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import BytesProgress
 from precompute.bulk.reload import is_missing, reload
@@ -336,7 +336,7 @@ def _restorable_generations(releases: Releases, view: ReleaseView, target_ledger
     """Return the live generation, and the previous one if its files match the release."""
     live_id, previous_id = str(target_ledger.live_generation), target_ledger.previous_generation
     try:
-        releases.check_manifest(live_id, view.history)
+        demand_released_manifest(releases.store, live_id, view.history)
     except UnknownGeneration as error:
         raise Conflict(f"the files of {live_id} are gone from {releases.store.url}: run a night") from error
     if previous_id is None:
@@ -421,7 +421,7 @@ def adopt(
                 "`larder restore` without --adopt"
             )
         if ledger.live_generation is not None:
-            releases.check_manifest(ledger.live_generation, releases.history())
+            demand_released_manifest(releases.store, ledger.live_generation, releases.history())
         removed_text = raw_pointer.decode(errors="replace")[:200]
         with audited(
             releases.store, "adopt", f"pointer {keys.live}", actor=config.actor, reason=reason, attempt=attempt
@@ -481,7 +481,7 @@ def _correct_registry_rows(releases: Releases, ledger: Ledger, reason: str) -> N
 def _has_manifest(releases: Releases, generation: str, history: list[Release]) -> bool:
     """True if the store has the manifest that the releases name."""
     try:
-        releases.check_manifest(generation, history)
+        demand_released_manifest(releases.store, generation, history)
     except (UnknownGeneration, CorruptArtefact):
         return False
     return True

@@ -13,7 +13,7 @@ from typing import Literal
 from cache.control.control_keys import Control, RegistryRow
 from cache.control.own_store import pointer_problem, unexplained_pointer_message
 from cache.control.states import TRANSITIONS, UNFINISHED_STATES, GenerationState, Ledger, demand_allowed, fold_releases
-from cache.errors import ConfigError, Conflict, CorruptArtefact, UnknownGeneration
+from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import (
@@ -25,7 +25,6 @@ from cache.store.releases import (
     done_path,
     intent_path,
     manifest_digest,
-    released_manifest_digest,
 )
 from precompute.config.settings import NightConfig
 
@@ -135,23 +134,6 @@ class Releases:
         if problem is not None:
             raise Conflict(problem)
         view.demand_agreement()
-
-    def check_manifest(self, generation: str, history: list[Release]) -> None:
-        """Raise CorruptArtefact if the manifest differs from the released one, UnknownGeneration if it is missing."""
-        raw_manifest = self._raw_manifest(generation)
-        if raw_manifest is None:
-            raise UnknownGeneration(
-                f"generation {generation} has no manifest in {self.store.url}", generation=generation
-            )
-        released_digest, stored_digest = (released_manifest_digest(history, generation), manifest_digest(raw_manifest))
-        if released_digest and released_digest != stored_digest:
-            raise CorruptArtefact(
-                (
-                    f"the manifest of {generation} has the digest {stored_digest}, but its release record has "
-                    f"{released_digest}"
-                ),
-                generation=generation,
-            )
 
     def record(
         self,

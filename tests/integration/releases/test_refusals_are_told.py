@@ -156,6 +156,19 @@ def test_files_that_the_store_lost_are_told_while_redis_still_answers(
         assert "lacks" in text and ("which is live" if role == "live" else "which is the previous one") in text
 
 
+@pytest.mark.parametrize("role", ["live", "previous"])
+def test_a_manifest_that_is_not_the_released_one_is_told_before_a_restore(published: Published, role: str) -> None:
+    generation = getattr(published, role)
+    manifest_file = published.folder(generation) / "manifest.json"
+    manifest = orjson.loads(manifest_file.read_bytes())
+    manifest["created_at"] += 1
+    manifest_file.write_bytes(orjson.dumps(manifest))
+
+    for texts in (to_do_texts(published.config), problem_texts(published.config)):
+        (text,) = texts
+        assert generation in text and "but its release record has" in text and "copy of the store" in text
+
+
 def test_every_file_of_the_manifest_counts_and_no_other(published: Published) -> None:
     manifest = read_manifest(published.config.store(), published.live)
     artefacts = [*manifest.served_artefacts(), *manifest.page_artefacts()]
