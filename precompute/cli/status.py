@@ -269,7 +269,7 @@ def _list_problems(
     config: NightConfig, namespace_status: Mapping[str, Any], namespace_state: NamespaceState
 ) -> list[str]:
     problems, store = list[str](), config.store()
-    ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, namespace_status["schedule"]
+    pointer, schedule = namespace_state.pointer, namespace_status["schedule"]
     if namespace_state.redis_state == REDIS_UNREACHABLE:
         problems.append(f"Redis does not answer: {namespace_state.redis_error}")
     served_generations = {replica.served_generation for replica in namespace_state.replicas} - {None}
