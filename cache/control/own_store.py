@@ -10,6 +10,7 @@ from cache.l2.sync_clients import connect
 from cache.process.host import disk_free_bytes
 from cache.store.artefacts import ArtefactStore, find_lost_files
 from cache.store.blocklist import latest_blocklist
+from cache.store.erasures import lost_records_problems
 from cache.store.releases import Pointer, Release, all_releases, demand_released_manifest
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def namespace_problems(config: "SharedConfig", redis_url: str | None, timeout_s:
         problems.append(pointer_problem(pointer, history, store, config.keyspace().live))
     problems += older_store_remarks(store, replicas)
     problems += generation_files_problems(store, history)
+    problems += lost_records_problems(store)
     return [problem for problem in (*problems, full_store_problem(store)) if problem]
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.events.new_items import NEW_VECTOR_ABS_MAX
 from cache.model.tower_spec import InputSpec
+from cache.store.erasures import all_erasures
 from precompute.adapters.folder import write_model_bundle
 from precompute.adapters.inputs import ClickMatrix, EntityVectors, NoKnownClicks
 from precompute.adapters.vectors import fold_vectors_model
@@ -26,7 +27,7 @@ from precompute.bundles.bundle_store import bundle_made_of
 from precompute.config.settings import NightConfig
 from precompute.events.files import counted_behind_number, newest_vector_by_item
 from precompute.sources.columns import Ids, as_numpy_mask
-from precompute.sources.erasures import NO_ERASURES, ErasedEntities, all_erasures
+from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 from precompute.sources.features import read_feature_values
 from precompute.sources.files import InputFiles, SourceFile, digest_files, source_file
 from precompute.sources.readers import read_features, read_interactions

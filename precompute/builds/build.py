@@ -17,6 +17,7 @@ from cache.errors import BundleError, ConfigError, LarderError, Refused, StoreEr
 from cache.format.manifest import CUT_CHARS, GENERATION_PATTERN, Artefact
 from cache.formats import FORMAT_FIELD, FORMATS, STAGES, demand_readable, version_stamp
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore, describe_file, generation_path, write_atomically
+from cache.store.erasures import all_erasures
 from cache.store.releases import all_releases
 from precompute.builds.reports import BEGIN_REPORT, AttributeFiles, BuildId, ModelEntry, ReportName, ReportT, file_entry
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
@@ -24,7 +25,7 @@ from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.partitions.shard_files import partition_file_kinds
 from precompute.releases.release_log import Releases
-from precompute.sources.erasures import ErasedEntities, all_erasures
+from precompute.sources.erasures import ErasedEntities
 
 StepParameters = ParamSpec("StepParameters")
 StepResult = TypeVar("StepResult")

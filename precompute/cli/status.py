@@ -26,6 +26,7 @@ from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
+from cache.store.erasures import all_erasures, lost_records_problems
 from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
 from precompute.builds.night_failure import find_killed_step
@@ -39,7 +40,6 @@ from precompute.events.status import event_lines, events_status, events_until
 from precompute.planning.next_night import room_problems
 from precompute.releases.release_log import Releases, generation_state, open_releases
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
-from precompute.sources.erasures import all_erasures
 
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 
@@ -228,7 +228,7 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "replicas": [_replica_fields(replica) for replica in namespace_state.replicas],
         "silent_replicas": namespace_state.silent_replicas,
         "blocklist_version": latest_blocklist(store).version,
-        "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
+        "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store, accepts_lost=True)),
         "events": events_status(config, generations),
     }
     problems = _list_problems(config, namespace_status, namespace_state)
@@ -294,6 +294,7 @@ def _list_problems(
             )
         problems += [pointer_finding] if pointer_finding else []
     problems += generation_files_problems(store, namespace_state.history)
+    problems += lost_records_problems(store)
     problems += namespace_state.night_problems
     if namespace_state.lacks_pages:
         problems.append(

@@ -14,6 +14,7 @@ from cache.errors import InvalidInput, LarderError
 from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from cache.store.audit import audited, entity_digest
+from cache.store.erasures import Erasure
 from precompute.builds.build import sweep_copies
 from precompute.config.console import OutputContent, err_console, iso
 from precompute.config.progress import Progress
@@ -29,7 +30,6 @@ from precompute.erasure.erasing import (
 )
 from precompute.erasure.holders import EntityHolder, declare_hosts_gone, holders_by_erasure_number
 from precompute.releases.release_log import open_releases
-from precompute.sources.erasures import Erasure
 
 
 def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent:

@@ -14,6 +14,7 @@ from cache.format.manifest import EntityKind, Manifest
 from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
+from cache.store.erasures import Erasure, all_erasures, find_erasure, mark_done, mark_forgotten, request_erasure
 from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, sketch_member_of, window_number_of
 from precompute.builds.tables import ENTITY_BY_TABLE_KIND
 from precompute.bundles.bundle_store import remove_bundles_with_items
@@ -21,7 +22,6 @@ from precompute.config.settings import NightConfig, retained_count
 from precompute.erasure.holders import EntityHolder, holders_by_erasure_number, sweep_left_out_notes
 from precompute.events.stream import forget_events
 from precompute.releases.release_log import Releases, ReleaseView, demand_reason
-from precompute.sources.erasures import Erasure, all_erasures, find_erasure, mark_done, mark_forgotten, request_erasure
 from precompute.traffic.exposures import forget_keys
 
 UNLINK_BATCH_KEYS = 256
@@ -53,7 +53,7 @@ def begin_erasing(
     """
     was_blocked = entity_kind == "item" and entity_id in latest_blocklist(store).items
     _block(store, [(entity_id, entity_kind)])
-    existing_erasures = all_erasures(store)
+    existing_erasures = all_erasures(store, accepts_lost=True)
     erasure = request_erasure(
         store,
         entity_id,

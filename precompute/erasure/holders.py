@@ -17,11 +17,12 @@ from cache.format.directory import map_file
 from cache.format.ids import hash_ids
 from cache.format.manifest import GENERATION_PATTERN, EntityKind, Manifest
 from cache.store.artefacts import COPIES_FOLDER, ArtefactStore, copies_record_path, generation_path
+from cache.store.erasures import Erasure
 from precompute.builds.reports import BeginReport
 from precompute.partitions import holdout
 from precompute.partitions.catalogue import directory_file_path
 from precompute.partitions.shard_files import partition_file_kinds, shard_of, user_naming_kinds
-from precompute.sources.erasures import ErasedEntities, Erasure
+from precompute.sources.erasures import ErasedEntities
 from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, ids_named_in
 
 _LEFT_OUT_FILE = "begun.json"

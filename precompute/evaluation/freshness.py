@@ -20,6 +20,7 @@ from rich.table import Table
 from cache.errors import ConfigError, SourceError
 from cache.model.tower import Histories, Tower
 from cache.process.host import usable_cores
+from cache.store.erasures import all_erasures
 from cache.topk.compiled import K_MAX
 from cache.topk.topk import Scorer
 from precompute.bundles.bundle import Bundle
@@ -29,7 +30,7 @@ from precompute.evaluation.options import ReplayOptions
 from precompute.partitions.grouping import last_occurrence_mask, order_by_user_and_time
 from precompute.reference.matrix_factorisation import SpectralShape
 from precompute.reference.train import ReferenceData, train
-from precompute.sources.erasures import ErasedEntities, all_erasures
+from precompute.sources.erasures import ErasedEntities
 from precompute.sources.readers import read_interactions
 from precompute.sources.times import MICROSECONDS_PER_SECOND
 from precompute.sources.vocabulary import HashedIds, NumberedIds, to_string_chunks

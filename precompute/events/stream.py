@@ -21,6 +21,7 @@ from cache.format.manifest import GENERATION_PATTERN
 from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.store.erasures import Erasure, all_erasures
 from cache.traffic.experiments import latest_experiments
 from precompute.config.settings import NightConfig
 from precompute.events.files import (
@@ -39,7 +40,7 @@ from precompute.events.files import (
 from precompute.events.stores import connect_events
 from precompute.partitions.night_input import EventFields
 from precompute.releases.release_log import Releases
-from precompute.sources.erasures import NO_ERASURES, ErasedEntities, Erasure, all_erasures
+from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 
 _log = logging.getLogger(__name__)
 

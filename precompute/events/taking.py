@@ -7,6 +7,7 @@ from cache.control.states import UNFINISHED_STATES
 from cache.errors import ConfigError
 from cache.format.manifest import GENERATION_PATTERN
 from cache.format.stream_position import Position
+from cache.store.erasures import all_erasures
 from precompute.builds.build import Build, settings_digest
 from precompute.builds.reports import BEGIN_REPORT
 from precompute.bulk.headroom import convert_disk_errors
@@ -17,7 +18,7 @@ from precompute.events.stores import connect_events
 from precompute.events.stream import EventStores, forget_in_files, merge_files, take_events
 from precompute.partitions.night_input import TakenEvents
 from precompute.releases.release_log import open_releases
-from precompute.sources.erasures import ErasedEntities, all_erasures
+from precompute.sources.erasures import ErasedEntities
 from precompute.sources.files import all_input_files, digest_files
 
 

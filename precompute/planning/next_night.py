@@ -15,18 +15,16 @@ from precompute.bulk.load import total_bytes
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import unneeded_generations
-from precompute.sources.erasures import all_erasures
 
 _LATER_THAN_ALL: Final = "99991231T235959Z"
 """Cut of a night that replaces every unfinished generation."""
 
 
 def night_problems(config: NightConfig, redis_url: str | None) -> list[str]:
-    """Return the problems of erasures, state folder and room for which the next night would fail.
+    """Return the problems of state folder and room for which the next night would fail.
 
-    Raises CorruptArtefact for an unreadable erasure. Without a Redis, or if it cannot be asked, room is not judged.
+    Without a Redis, or if it cannot be asked, only the state folder is judged.
     """
-    all_erasures(config.store())
     state_folder = config.path(config.state)
     existing_folder = next(ancestor for ancestor in (state_folder, *state_folder.parents) if ancestor.exists())
     if not (existing_folder.is_dir() and os.access(existing_folder, os.W_OK | os.X_OK)):

@@ -19,6 +19,7 @@ from cache.errors import ConfigError, SourceError
 from cache.model.ranking import unit_rows
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.store.erasures import all_erasures
 from precompute.bundles import held_out, onnx_model
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from precompute.bundles.bundle_store import hand_over, swap_in_folder
@@ -39,7 +40,7 @@ from precompute.reference.matrix_factorisation import (
     training_shape,
 )
 from precompute.sources.columns import Ids, to_arrow_strings
-from precompute.sources.erasures import ErasedEntities, all_erasures
+from precompute.sources.erasures import ErasedEntities
 from precompute.sources.files import source_file, source_files
 from precompute.sources.plausibility import chosen_cut_in_words, demand_enough_ids, demand_several_items, demand_times
 from precompute.sources.readers import feature_schema, read_features, read_interactions

@@ -19,6 +19,7 @@ from cache.format.item_table import ItemTable
 from cache.format.manifest import CUT_CHARS, FEATURE_ONLY_USERS_FACT, MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import ArtefactStore, generation_path, link_or_copy_file
+from cache.store.erasures import all_erasures, demand_no_lost_erasure
 from cache.store.releases import MOVE_ACTIONS
 from precompute.builds.build import (
     Build,
@@ -83,7 +84,7 @@ from precompute.scoring.defaults import DEFAULTS_FILE as DEFAULTS
 from precompute.scoring.defaults import compute_popularity_scores, write_defaults
 from precompute.scoring.items import lay_out_items
 from precompute.scoring.towers import demand_feature_types
-from precompute.sources.erasures import ErasedEntities, all_erasures
+from precompute.sources.erasures import ErasedEntities
 from precompute.sources.files import InputEntry, InputFiles, SourceFile, copies_remarks, digest_files, digest_of
 from precompute.sources.plausibility import (
     InteractionFigures,
@@ -185,6 +186,7 @@ def run(
         sweep_copies(releases.store)
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
+        demand_no_lost_erasure(releases.store)
         releases.demand_agreement()
         if (live_generation := find_newer_live(releases, cut, is_cut_chosen=data_until is not None)) is not None:
             return _already_live_report(releases.store, config, live_generation, cut, is_named=cut_time is named)

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
+from cache.store.erasures import all_erasures
 from cache.traffic.experiments import EXPERIMENT_NAME_PATTERN, EXPOSURES_FOLDER
 from cache.usage.hot_keys import HOUR_S
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases
-from precompute.sources.erasures import all_erasures
 
 LATE_PARTS_S = 900.0
 """Seconds after an hour's end in which its parts may still arrive; later parts are added to the file."""

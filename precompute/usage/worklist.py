@@ -22,12 +22,12 @@ from cache.l2.sync_clients import connect
 from cache.process.command_line import printable
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
+from cache.store.erasures import all_erasures
 from cache.usage.hot_keys import COLD_WINDOW, EntityName, window_number_of
 from precompute.config.console import OutputContent, err_console
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.partitions import holdout
-from precompute.sources.erasures import all_erasures
 
 
 class WorklistRow(NamedTuple):

@@ -1,5 +1,6 @@
 """Source of the blocklist that a replica enforces: the store's newest version, and what a store put back has lost."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,9 +8,13 @@ from dataclasses import replace
 from cache.errors import CorruptArtefact, LarderError, StoreError
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import BLOCKLIST_VERSIONS, Blocklist
+from cache.store.erasures import all_erasures
 
 _HISTORY_CHECK_S = 10.0
 """Seconds between checks of a version that was read, while the listing of the store stays the same."""
+
+_ERASURES_CHECK_S = 60.0
+"""Seconds between reads of the erasures, while the blocklist has all that are known."""
 
 
 class BlocklistSource:
@@ -17,7 +22,7 @@ class BlocklistSource:
 
     A store that was put back from a copy lacks the versions after the copy, and a block there takes the number of one
     of them. What such versions blocked stays blocked until the newest version in the store blocks it as well, or the
-    service is started again.
+    service is started again. Erased ids stay blocked also if the store lost the versions that block them.
     """
 
     def __init__(self, store: ArtefactStore, monotonic_clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,6 +31,7 @@ class BlocklistSource:
         self._stored: Blocklist | None = None
         self._lost = Blocklist()
         self._enforced: Blocklist | None = None
+        self._erased, self._erased_read_at = Blocklist(), -math.inf
         self._listed_versions: set[int] = set()
         self._history_checked_at = monotonic_clock()
 
@@ -57,9 +63,25 @@ class BlocklistSource:
             )
             read_error = f"{read_error}; {lost_error}" if read_error else lost_error
             enforced = replace(stored.with_all_of(self._lost), version=max(stored.version, self._lost.version))
+        enforced, erasures_error = self._with_erased(enforced)
+        if erasures_error is not None:
+            read_error = f"{read_error}; {erasures_error}" if read_error else erasures_error
         if enforced != self._enforced:
             self._enforced = enforced
         return self._enforced, read_error
+
+    def _with_erased(self, blocklist: Blocklist) -> tuple[Blocklist, str | None]:
+        """Return the blocklist with the erased ids that it lacks (versions were lost), and why some may be unknown."""
+        read_error, is_due = None, self._monotonic_clock() - self._erased_read_at >= _ERASURES_CHECK_S
+        if is_due or _count_missing(self._erased, blocklist):  # they may have been re-admitted since they were read
+            try:
+                self._erased = _read_erased(self._store)
+                self._erased_read_at = self._monotonic_clock()
+            except (LarderError, OSError, ValueError) as error:
+                read_error = f"erasures cannot be read: {error}"
+        if not _count_missing(self._erased, blocklist):
+            return blocklist, read_error
+        return blocklist.with_all_of(self._erased), read_error
 
     def _is_of_another_history(self, stored: Blocklist, newest_version: int, versions: set[int]) -> bool:
         """Return whether the store no longer has the version that was read last, or has another one by its number."""
@@ -93,6 +115,15 @@ def newest_blocklist(
         except (LarderError, OSError, ValueError) as error:
             read_error = read_error or f"version {version}: {error}"
     return (Blocklist() if not versions and known_version < 0 else None), read_error
+
+
+def _read_erased(store: ArtefactStore) -> Blocklist:
+    """Return the ids whose erasure is in force, as a blocklist without a version."""
+    erasures = [erasure for erasure in all_erasures(store, accepts_lost=True, should_pack=False) if erasure.is_in_force]
+    return Blocklist(
+        items=frozenset(erasure.raw_id for erasure in erasures if erasure.kind == "item"),
+        users=frozenset(erasure.raw_id for erasure in erasures if erasure.kind == "user"),
+    )
 
 
 def _list_versions(store: ArtefactStore) -> set[int]:

@@ -123,6 +123,7 @@ SUBJECTS = {
         (
             "precompute/erasure",
             "precompute/sources/erasures.py",
+            "cache/store/erasures.py",
             "precompute/events/stream.py",
             "cache/store/blocklist.py",
             "cache/store/artefacts.py",

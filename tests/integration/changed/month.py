@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import generation_path
+from cache.store.erasures import request_erasure
 from precompute.builds.build import Build
 from precompute.builds.reports import BEGIN_REPORT, shard_report_name
 from precompute.config.settings import NightConfig
-from precompute.sources.erasures import request_erasure
 from precompute.steps import begin, embed_items, score
 from tests.integration import nights
 

@@ -18,6 +18,7 @@ from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
 from cache.process.child_process import GuardedCommand
 from cache.store.artefacts import ArtefactStore
+from cache.store.erasures import request_erasure
 from precompute.config.settings import NightConfig
 from precompute.events.stores import connect_events
 from precompute.events.stream import (
@@ -28,7 +29,7 @@ from precompute.events.stream import (
     take_events,
     trim_stream,
 )
-from precompute.sources.erasures import ErasedEntities, request_erasure
+from precompute.sources.erasures import ErasedEntities
 from serving.events import intake as inbox_module
 from serving.events.intake import INBOX_GROUP
 from tests.conftest import redis_binary

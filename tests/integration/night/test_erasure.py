@@ -23,6 +23,7 @@ from cache.format.redis_keys import hash_hex
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
+from cache.store.erasures import all_erasures, request_erasure
 from cache.traffic.experiments import exposure_part_path
 from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, window_number_of
 from precompute.builds.build import record_copies
@@ -34,7 +35,7 @@ from precompute.partitions import catalogue
 from precompute.releases import moves
 from precompute.releases.recovery import restore
 from precompute.releases.release_log import open_releases
-from precompute.sources.erasures import all_erasures, demand_unerased, request_erasure
+from precompute.sources.erasures import demand_unerased
 from precompute.steps import begin, embed_items, retire
 from tests.integration import shell as in_process
 from tests.integration.nights import DATA_UNTIL, NEXT, environment, histories, prepare, publish_night, top_lists

@@ -14,13 +14,13 @@ from onnx import numpy_helper
 from cache.control.states import GenerationState
 from cache.errors import Refused, SourceError
 from cache.records import ABSENT_FLAGS
+from cache.store.erasures import Erasure, request_erasure
 from precompute.bundles.bundle import Bundle, write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
 from precompute.erasure.holders import holders_by_erasure_number
 from precompute.partitions import catalogue
 from precompute.releases.release_log import open_releases
-from precompute.sources.erasures import Erasure, request_erasure
 from precompute.sources.unusable import ids_named_in
 from precompute.steps import begin, embed_items, score
 from tests.integration import nights

@@ -17,6 +17,7 @@ from cache.config.shared import SharedConfig
 from cache.errors import ConfigError, LarderError
 from cache.process.redis_server import RedisServer
 from cache.store.artefacts import generation_path, read_manifest
+from cache.store.erasures import all_erasures
 from infra.cli import check
 from precompute.cli.status import read_state, report_status
 from precompute.config.settings import NightConfig
@@ -24,7 +25,8 @@ from precompute.releases.recovery import restore, roll_back
 from precompute.steps import begin
 from precompute.steps.night import Night, run_night
 from serving import __main__ as serving_program
-from tests.integration.nights import DATA_UNTIL, NEXT, prepare, publish_night
+from tests.integration.nights import DATA_UNTIL, NEXT, environment, prepare, publish_night
+from tests.integration.shell import shell
 
 LATER = "2026-02-03T00:00:00Z"
 
@@ -92,10 +94,23 @@ def full_redis_that_evicts(published: Published) -> None:
     published.client.config_set("maxmemory-policy", "volatile-lru")
 
 
+def lost_erasure(published: Published) -> None:
+    erase(published.config, "u1")
+    erase(published.config, "u2")
+    published.config.store().delete("erasures/000000000001.json")
+
+
+def lost_erasures(published: Published) -> None:
+    erase(published.config, "i1", "--as", "item")
+    published.config.store().delete("erasures")
+
+
 NIGHT_REFUSALS: dict[str, tuple[Callable[[Published], None], Callable[[NightConfig], object], str]] = {
     "a replica of another release": (replica_of_another_release, begin_night, "replica later"),
     "an unreadable row": (unreadable_row, begin_night, "registry row of foo"),
     "a lost pointer": (lost_pointer, begin_night, "lost its pointer"),
+    "a lost erasure": (lost_erasure, begin_night, "erasures/000000000001.json"),
+    "all erasures lost": (lost_erasures, begin_night, "erasures/000000000001.json"),
     "an unreadable erasure": (unreadable_erasure, begin_night, "erasures/000000000001.json"),
     "a lost file of the bundle": (handed_over_bundle_without_a_file, begin_night, "items.parquet"),
     "a full Redis": (full_redis, load_night, "maxmemory"),
@@ -119,6 +134,48 @@ def test_what_a_night_refuses_is_to_do_in_check_and_not_well_in_status(published
     assert any(named_text in text for text in check_texts), check_texts
     if cause != "a lost file of the bundle":  # `status` says what is, `check` what a night needs
         assert any(named_text in text for text in status_texts), status_texts
+
+
+def test_a_lost_erasure_is_written_again_by_the_same_request(published: Published) -> None:
+    lost_erasure(published)
+    published.config.store().write("erasures/000000000001.done", b'{"at": 1.0}')
+
+    assert erase(published.config, "u1") == 0
+
+    erasures = all_erasures(published.config.store())
+    assert [(erasure.number, erasure.entity) for erasure in erasures] == [(1, "u1"), (2, "u2")]
+    assert erasures[0].done_at != 1.0
+    assert problem_texts(published.config) == []
+    begin_night(published.config)
+
+
+def test_a_readmitted_entity_whose_request_is_lost_is_no_lost_erasure(published: Published) -> None:
+    store = published.config.store()
+    erase(published.config, "u1")
+    erase(published.config, "u1", "--forget", "--reason", "asked to")
+    erase(published.config, "u2")
+    store.delete("erasures/000000000001.json")
+
+    assert [erasure.entity for erasure in all_erasures(store)] == ["u2"] and problem_texts(published.config) == []
+
+
+@pytest.mark.parametrize("lost_count", [1, 2])
+def test_lost_versions_of_the_blocklist_are_told(published: Published, lost_count: int) -> None:
+    # given a version with an erased user, and one with a blocked item above it
+    store = published.config.store()
+    erase(published.config, "u1")
+    assert run_command(published.config, "block", "--item", "i1", "--reason", "x") == 0
+    assert problem_texts(published.config) == [] == to_do_texts(published.config)
+
+    # when the newest are lost, and no replica has them in force
+    for name in store.names("blocklist")[-lost_count:]:
+        store.delete(f"blocklist/{name}")
+
+    # then both commands say so
+    for texts in (to_do_texts(published.config), problem_texts(published.config)):
+        told = " ".join(texts)
+        assert "the audit log has 2: blocks were lost" in told
+        assert ("user 'u1'" in told) == (lost_count == 2)
 
 
 def no_manifest(folder: Path) -> None:
@@ -296,6 +353,15 @@ def test_a_state_folder_that_cannot_be_written_is_to_do(published: Published, mo
     (text,) = to_do_texts(published.config)
 
     assert str(state_folder) in text and "cannot be written" in text
+
+
+def erase(config: NightConfig, *words: str) -> int:
+    return run_command(config, "erase", *words)
+
+
+def run_command(config: NightConfig, *words: str) -> int:
+    """Run a command of nights with these settings; return its exit code."""
+    return shell(*words, environ=environment(config)).returncode
 
 
 def to_do_texts(config: NightConfig) -> list[str]:

@@ -9,9 +9,9 @@ import redis
 from cache.events.event import Event
 from cache.format.stream_position import Position
 from cache.store.artefacts import read_manifest
+from cache.store.erasures import all_erasures, request_erasure
 from precompute.events.files import event_files
 from precompute.events.stream import read_entries
-from precompute.sources.erasures import all_erasures, request_erasure
 from precompute.steps import retire, take_events
 from tests.integration.changed.month import Month
 from tests.integration.taking.clicking import click, draw_mixed_events

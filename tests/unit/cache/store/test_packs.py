@@ -7,11 +7,11 @@ import pytest
 
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
+from cache.store.erasures import all_erasures, mark_done, request_erasure
 from cache.store.releases import Release, all_releases, done_path, intent_path
 from cache.store.write_once import PACKED_FILES_MIN
 from precompute.erasure.erasing import begin_erasing
 from precompute.releases.release_log import Releases
-from precompute.sources.erasures import all_erasures, mark_done, request_erasure
 from tests.object_stores import Counting, requests, store_of
 
 

@@ -11,6 +11,7 @@ from cache.control.control_keys import RegistryRow
 from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.store.artefacts import ArtefactStore
+from cache.store.erasures import Erasure, all_erasures, mark_done, mark_forgotten, request_erasure
 from precompute.builds.build import record_copies
 from precompute.erasure.erasing import readmit_entity
 from precompute.erasure.holders import (
@@ -20,15 +21,7 @@ from precompute.erasure.holders import (
     sweep_left_out_notes,
 )
 from precompute.sources.columns import Ids
-from precompute.sources.erasures import (
-    NO_ERASURES,
-    ErasedEntities,
-    Erasure,
-    all_erasures,
-    mark_done,
-    mark_forgotten,
-    request_erasure,
-)
+from precompute.sources.erasures import NO_ERASURES, ErasedEntities
 from precompute.sources.readers import Interactions
 
 G1, G2, G3 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3))

@@ -7,8 +7,8 @@ from typing import Any
 from cache.format.manifest import FORMAT_WITH_EVENTS, IncludedEvents, Manifest
 from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.erasures import request_erasure
 from precompute.events.stream import take_events
-from precompute.sources.erasures import request_erasure
 from tests.life import manifest_of
 from tests.unit.precompute.events.stream import Crash, Stream
 

@@ -10,11 +10,11 @@ from cache.errors import ConfigError
 from cache.format.manifest import FORMAT_WITH_EVENTS, IncludedEvents, Manifest
 from cache.format.stream_position import Position
 from cache.store.artefacts import generation_path
+from cache.store.erasures import request_erasure
 from cache.traffic.experiments import Experiment, ExperimentArm, change_experiments
 from precompute.config.settings import NightConfig
 from precompute.events.files import event_files
 from precompute.events.stream import EventStores, forget_events, take_events, trim_stream
-from precompute.sources.erasures import request_erasure
 from precompute.steps import retire
 from precompute.steps import take_events as take_events_step
 from tests.life import manifest_of

@@ -13,6 +13,7 @@ from cache.errors import TierUnavailable
 from cache.events.event import Event
 from cache.format.stream_position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.erasures import Erasure, request_erasure
 from precompute.events import taking
 from precompute.events.stream import (
     forget_events,
@@ -22,7 +23,7 @@ from precompute.events.stream import (
     take_events,
     trim_stream,
 )
-from precompute.sources.erasures import ErasedEntities, Erasure, request_erasure
+from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.events.stream import Crash, Stream
 
 GENERATION = "20260131T000000Z-0123456789ab"

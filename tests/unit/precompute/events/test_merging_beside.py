@@ -11,13 +11,14 @@ from cache.config.events import EventsConfig
 from cache.control.states import GenerationState
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.erasures import all_erasures, request_erasure
 from precompute.builds.build import settings_digest
 from precompute.events import stream as merging
 from precompute.events.files import last_taken_position, list_taken_files, superseded_files
 from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.events.taking import take_before_begin
 from precompute.releases.release_log import open_releases
-from precompute.sources.erasures import ErasedEntities, all_erasures, request_erasure
+from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.events.merging_nights import FILES_PER_MERGE, Killed, erase, nights, published
 from tests.unit.precompute.events.stream import Crash, Stream
 

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
 from cache.events.event import Event
 from cache.format.stream_position import STREAM_BEGINNING, Position
+from cache.store.erasures import request_erasure
 from precompute.config.settings import NightConfig
 from precompute.events import stream as stream_of_entries
 from precompute.events import taking
 from precompute.events.files import event_files, last_taken_position, read_event_interactions, taken_file_path
 from precompute.events.stream import take_events
 from precompute.partitions.night_input import TakenEvents
-from precompute.sources.erasures import ErasedEntities, request_erasure
+from precompute.sources.erasures import ErasedEntities
 from precompute.sources.unusable import UnusableRows
 from tests.unit.precompute.events.stream import Crash, Stream, TroubledStore
 

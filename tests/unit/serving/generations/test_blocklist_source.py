@@ -8,6 +8,7 @@ import pytest
 from cache.errors import StoreError
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist, change_blocklist
+from cache.store.erasures import mark_forgotten, request_erasure
 from serving.generations.blocklist_source import BlocklistSource
 from tests.fakes import FakeClock
 
@@ -141,3 +142,61 @@ def test_a_version_that_was_replaced_under_its_number_is_noticed_after_a_while(
 
     # Then both are obeyed
     assert blocklist is not None and blocklist.items == {b"i1", b"other"} and error is not None
+
+
+def lose_versions(store: ArtefactStore, count: int) -> None:
+    """Remove the newest versions of the list."""
+    for name in store.names("blocklist")[-count:]:
+        store.delete(f"blocklist/{name}")
+
+
+@pytest.mark.parametrize("lost_count", [1, 2])
+def test_an_erased_id_stays_blocked_though_the_versions_that_block_it_are_lost(
+    store: ArtefactStore, source: BlocklistSource, lost_count: int
+) -> None:
+    # given an erased user and item, whose versions of the blocklist were lost before the service started
+    change_blocklist(store, block_users=[b"u1"])
+    change_blocklist(store, block_items=[b"i1"])
+    erasures = [
+        request_erasure(store, b"u1", "user", requested_at=1.0),
+        request_erasure(store, b"i1", "item", requested_at=1.0),
+    ]
+    lose_versions(store, lost_count)
+
+    # when the service reads the blocklist
+    blocklist, error = source.read()
+
+    # then both are blocked, until they are re-admitted
+    assert error is None and blocklist is not None
+    assert blocklist.users == {b"u1"} and blocklist.items == {b"i1"}
+    assert source.read()[0] is blocklist
+    for erasure in erasures:
+        mark_forgotten(store, erasure, forgotten_at=2.0, reason="asked to")
+    change_blocklist(store, unblock_users=[b"u1"], unblock_items=[b"i1"])
+    blocklist, error = source.read()
+    assert error is None and blocklist is not None and not blocklist.users and not blocklist.items
+
+
+def test_an_id_erased_meanwhile_is_blocked_within_a_minute_whatever_the_list_says(
+    store: ArtefactStore, source: BlocklistSource, timer: FakeClock
+) -> None:
+    source.read()
+    request_erasure(store, b"u1", "user", requested_at=1.0)
+
+    timer.tick(60)
+
+    blocklist, _ = source.read()
+    assert blocklist is not None and blocklist.users == {b"u1"}
+
+
+def test_erasures_that_cannot_be_read_are_told_and_block_nothing_less(
+    store: ArtefactStore, source: BlocklistSource, timer: FakeClock
+) -> None:
+    written_blocklist = write(store, 3)
+    store.write("erasures/000000000001.json", b"{")
+
+    blocklist, error = source.read()
+
+    assert blocklist == written_blocklist and error is not None and "erasures/000000000001.json" in error
+    store.delete("erasures/000000000001.json")
+    assert source.read() == (written_blocklist, None)
