@@ -1,5 +1,6 @@
 """Problems of artefact store and Redis, and of both together: a release record must explain the pointer."""
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,18 @@ def full_store_problem(store: ArtefactStore) -> str | None:
     return (
         f"the disk of the artefact store {store.url} is full ({free_bytes:,} bytes are free): blocks, erasures and "
         "nights cannot be written; make room"
+    )
+
+
+def unwritable_store_problem(store: ArtefactStore) -> str | None:
+    """Return the problem that this process may not write into a local store; None if it may, or if it is remote."""
+    if store.local_folder is None or not store.local_folder.is_dir():
+        return None
+    if os.access(store.local_folder, os.W_OK | os.X_OK):
+        return None
+    return (
+        f"the artefact store {store.url} is read-only here: blocks, erasures, moves and nights cannot be written; "
+        "mount it writable, or correct the permissions"
     )
 
 

@@ -613,7 +613,7 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
 
 def check_store(config: "NightConfig") -> CheckResult:
     """Check that Redis has the pointer of this artefact store, and that it can create files exclusively."""
-    from cache.control.own_store import namespace_problems
+    from cache.control.own_store import namespace_problems, unwritable_store_problem
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
@@ -621,10 +621,12 @@ def check_store(config: "NightConfig") -> CheckResult:
     store = config.store()
     if problems := namespace_problems(config, server_url, REDIS_TIMEOUT_S, is_own=config.redis_url is None):
         return "to do", "; ".join(problems)
-    store.demand_write_once()
-    if not missing_extra("the check of a night", "precompute", *PRECOMPUTE_MODULES):
+    if not missing_extra("the check of a night", "precompute", *PRECOMPUTE_MODULES):  # the service only reads
         from precompute.planning.next_night import night_problems
 
+        if (problem := unwritable_store_problem(store)) is not None:
+            return "to do", problem
+        store.demand_write_once()
         if problems := night_problems(config, server_url):
             return "to do", "; ".join(problems)
     generation_count = len(store.names("generations"))

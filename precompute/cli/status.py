@@ -19,9 +19,10 @@ from cache.control.own_store import (
     pointer_problem,
     replicas_ahead,
     unreadable_night_problem,
+    unwritable_store_problem,
 )
 from cache.control.states import GenerationState, Ledger, fold_releases
-from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownGeneration
+from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server
 from cache.store.artefacts import generation_path, read_manifest
@@ -30,14 +31,13 @@ from cache.store.erasures import all_erasures, lost_records_problems
 from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
 from precompute.builds.night_failure import find_killed_step
-from precompute.bulk.reload import is_missing
 from precompute.bundles.imports import find_import
 from precompute.cli.temporary_redis import describe_ended_redis
 from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
 from precompute.events.status import event_lines, events_status, events_until
-from precompute.planning.next_night import room_problems
+from precompute.planning.next_night import redis_and_disk_problems
 from precompute.releases.release_log import Releases, generation_state, open_releases
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 
@@ -115,9 +115,7 @@ class NamespaceState:
     """Step in which a night of this host was killed, with its generation."""
     is_own_redis: bool = False
     night_problems: Sequence[str] = ()
-    """Why a night would be refused: by a replica of another release, or for want of room."""
-    lacks_pages: bool = False
-    """Whether Redis lacks a page, or a part of one, of the live generation."""
+    """Why a night would be refused, by a replica of another release or for want of room, and pages that Redis lost."""
 
     @property
     def live_generation(self) -> str | None:
@@ -149,7 +147,6 @@ def read_state(config: NightConfig) -> NamespaceState:
     try:
         with open_releases(config) as releases:
             view = releases.view()
-            live_generation = None if view.pointer is None else view.pointer.generation
             return NamespaceState(
                 view.ledger,
                 releases.clock(),
@@ -164,7 +161,6 @@ def read_state(config: NightConfig) -> NamespaceState:
                 killed_step=killed_step,
                 is_own_redis=own_server is not None and own_server.url == config.redis_url,
                 night_problems=_list_night_problems(config, releases),
-                lacks_pages=live_generation is not None and _lacks_pages(releases, live_generation),
             )
     except TierUnavailable as error:
         history = all_releases(config.store())
@@ -185,14 +181,7 @@ def _redis_memory(client: Any) -> dict[str, Any]:
 
 def _list_night_problems(config: NightConfig, releases: Releases) -> list[str]:
     format_problem = unreadable_night_problem(releases.control)
-    return [*([format_problem] if format_problem else []), *room_problems(config, releases)]
-
-
-def _lacks_pages(releases: Releases, live_generation: str) -> bool:
-    try:
-        return is_missing(releases.control, releases.store, live_generation)
-    except (UnknownGeneration, CorruptArtefact):  # other lines say what is wrong with the store
-        return False
+    return [*([format_problem] if format_problem else []), *redis_and_disk_problems(config, releases)]
 
 
 def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True) -> dict[str, Any]:
@@ -296,11 +285,6 @@ def _list_problems(
     problems += generation_files_problems(store, namespace_state.history)
     problems += lost_records_problems(store)
     problems += namespace_state.night_problems
-    if namespace_state.lacks_pages:
-        problems.append(
-            f"Redis lacks pages of the live generation {namespace_state.live_generation}: the previous night, live "
-            "inference or defaults answer for them; run `larder restore`"
-        )
     if namespace_state.live_generation is not None and not namespace_state.replicas:
         problems += _no_replica_problems(namespace_state)
     if schedule["missing"] and namespace_state.live_generation is not None:
@@ -331,8 +315,7 @@ def _list_problems(
                 f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify {refused_generation}` "
                 "shows the values, and what to do"
             )
-    if (full_problem := full_store_problem(store)) is not None:
-        problems.append(full_problem)
+    problems += [problem for problem in (full_store_problem(store), unwritable_store_problem(store)) if problem]
     blocklist_version = namespace_status["blocklist_version"]
     if ahead := replicas_ahead(namespace_state.replicas, blocklist_version):
         problems.append(older_store_message(ahead, blocklist_version, store.url))

@@ -1,4 +1,4 @@
-"""Problems for which the next night would fail; it is taken to become as large as the live generation."""
+"""Problems of pages, and those for which the next night would fail; it is taken to be as large as the live one."""
 
 import os
 from dataclasses import replace
@@ -12,6 +12,7 @@ from cache.process.host import disk_free_bytes
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from precompute.bulk.headroom import demand_redis_room, redis_page_bytes
 from precompute.bulk.load import total_bytes
+from precompute.bulk.reload import is_missing
 from precompute.config.settings import NightConfig
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import unneeded_generations
@@ -33,13 +34,13 @@ def night_problems(config: NightConfig, redis_url: str | None) -> list[str]:
         return []
     try:
         with open_releases(replace(config, redis_url=redis_url)) as releases:
-            return room_problems(config, releases)
+            return redis_and_disk_problems(config, releases)
     except (TierUnavailable, ConfigError):  # the check of Redis reports it
         return []
 
 
-def room_problems(config: NightConfig, releases: Releases) -> list[str]:
-    """Return the problems of a next night that is as large as the live generation; empty if there is room, or no live.
+def redis_and_disk_problems(config: NightConfig, releases: Releases) -> list[str]:
+    """Return the problems of pages that Redis lost, and of room for a night as large as the live generation.
 
     Counted as free is what the night removes before it loads: generations that nothing needs.
     """
@@ -67,9 +68,10 @@ def room_problems(config: NightConfig, releases: Releases) -> list[str]:
         and (row := view.registry_rows.get(generation)) is not None
         and row.state is not GenerationState.BEGUN
     )
+    pages_problem = _lost_pages_problem(releases, live_manifest.generation)
     redis_problem = _redis_problem(releases, live_manifest, removed_page_bytes)
     disk_problem = _disk_problem(store, live_manifest.generation, list(removed_manifests))
-    return [problem for problem in (redis_problem, disk_problem) if problem]
+    return [problem for problem in (pages_problem, redis_problem, disk_problem) if problem]
 
 
 def _read_manifest_if_whole(store: ArtefactStore, generation: str) -> Manifest | None:
@@ -77,6 +79,15 @@ def _read_manifest_if_whole(store: ArtefactStore, generation: str) -> Manifest |
         return read_manifest(store, generation)
     except LarderError:
         return None
+
+
+def _lost_pages_problem(releases: Releases, live_generation: str) -> str | None:
+    if not is_missing(releases.control, releases.store, live_generation):
+        return None
+    return (
+        f"Redis lacks pages of the live generation {live_generation}: the previous night, live inference or defaults "
+        "answer for them; run `larder restore`"
+    )
 
 
 def _redis_problem(releases: Releases, live_manifest: Manifest, removed_page_bytes: int) -> str | None:

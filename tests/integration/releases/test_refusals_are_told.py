@@ -14,9 +14,9 @@ import pytest
 import redis
 
 from cache.config.shared import SharedConfig
-from cache.errors import ConfigError, LarderError
+from cache.errors import ConfigError, LarderError, StoreError
 from cache.process.redis_server import RedisServer
-from cache.store.artefacts import generation_path, read_manifest
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.erasures import all_erasures
 from infra.cli import check
 from precompute.cli.status import read_state, report_status
@@ -362,6 +362,46 @@ def erase(config: NightConfig, *words: str) -> int:
 def run_command(config: NightConfig, *words: str) -> int:
     """Run a command of nights with these settings; return its exit code."""
     return shell(*words, environ=environment(config)).returncode
+
+
+@pytest.fixture
+def read_only_store(published: Published, monkeypatch: pytest.MonkeyPatch) -> ArtefactStore:
+    """Store of the published nights, on a mount that is read-only."""
+    store, access = published.config.store(), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != store.local_folder and access(path, mode))
+    return store
+
+
+def test_a_read_only_store_is_told_where_nights_and_blocks_need_it(
+    published: Published, read_only_store: ArtefactStore
+) -> None:
+    for texts in (to_do_texts(published.config), problem_texts(published.config)):
+        (text,) = texts
+        assert f"the artefact store {read_only_store.url} is read-only here" in text and "mount it writable" in text
+
+
+@pytest.mark.usefixtures("read_only_store")
+def test_a_read_only_store_is_all_that_a_host_of_the_service_needs(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_writing(_store: ArtefactStore, _path: str, _content: bytes) -> bool:
+        raise StoreError("read-only file system")
+
+    monkeypatch.setattr(ArtefactStore, "write_once", refuse_writing)
+    monkeypatch.setattr(check, "missing_extra", lambda *_words: "the extra precompute is missing")
+
+    state, told = check.check_store(published.config)
+
+    assert state == "ok" and "2 generations" in told
+
+
+def test_pages_that_redis_lost_are_to_do_in_check_as_in_status(published: Published) -> None:
+    manifest = read_manifest(published.config.store(), published.live)
+    published.client.delete(published.config.keyspace().page(published.live, next(iter(manifest.tables)), 0))
+
+    for texts in (to_do_texts(published.config), problem_texts(published.config)):
+        (text,) = texts
+        assert f"Redis lacks pages of the live generation {published.live}" in text and "`larder restore`" in text
 
 
 def to_do_texts(config: NightConfig) -> list[str]:
