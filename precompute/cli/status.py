@@ -36,7 +36,7 @@ from precompute.cli.temporary_redis import describe_ended_redis
 from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
-from precompute.events.status import event_lines, events_status, events_until
+from precompute.events.status import event_lines, event_problems, events_status, events_until
 from precompute.planning.next_night import redis_and_disk_problems
 from precompute.releases.release_log import Releases, generation_state, open_releases
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
@@ -284,6 +284,7 @@ def _list_problems(
         problems += [pointer_finding] if pointer_finding else []
     problems += generation_files_problems(store, namespace_state.history)
     problems += lost_records_problems(store)
+    problems += event_problems(config, namespace_status["generations"])
     problems += namespace_state.night_problems
     if namespace_state.live_generation is not None and not namespace_state.replicas:
         problems += _no_replica_problems(namespace_state)

@@ -124,6 +124,27 @@ def last_taken_position(store: ArtefactStore) -> Position:
     return _end_position_of(store, taken_files[-1]) if taken_files else STREAM_BEGINNING
 
 
+def demand_all_files(store: ArtefactStore) -> None:
+    """Raise CorruptArtefact if a file of events is missing before another one.
+
+    In a remote store only what file names show is compared: other ends are known to those who read the files.
+    """
+    end_position: Position | None = STREAM_BEGINNING
+    for file in list_taken_files(store):
+        if end_position is not None and file.after_position != end_position:
+            renamed_file = file._replace(after_position=end_position)
+            raise CorruptArtefact(
+                f"the file with the events from {end_position} to {file.after_position} is missing in {store.url}: "
+                f"restore it from a copy of the store; to go on without these events, rename {file.path} to "
+                f"{renamed_file.path}",
+                path=file.path,
+            )
+        end_position = file.until_position
+        if end_position is None and store.local_folder is not None:
+            with _translate_damage(file.path), store.local(file.path).open("rb") as parquet_file:
+                end_position = Position.parse((pq.read_schema(parquet_file).metadata or {})[END_POSITION_KEY])
+
+
 def encode_events(positions_and_events: Iterable[tuple[Position, Event]], end_position: Position) -> bytes:
     """Encode events as a file that ends at a position."""
     values_by_column: dict[str, list[Any]] = {column_name: [] for column_name in EVENT_FILE_SCHEMA.names}
@@ -197,6 +218,7 @@ def event_files(config: NightConfig, end_position_text: str | None = None) -> Ev
         return EventFiles()
     config = config.of_events()
     store = config.store()
+    demand_all_files(store)
     taken_files = list_taken_files(store)
     end_positions = (
         [*(file.after_position for file in taken_files), _end_position_of(store, taken_files[-1])]

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cache.errors import CorruptArtefact
 from cache.format.manifest import Manifest
 from cache.format.stream_position import STREAM_BEGINNING, Position
 from precompute.config.console import iso
 from precompute.config.settings import NightConfig
-from precompute.events.files import last_taken_position
+from precompute.events.files import demand_all_files, last_taken_position
 
 
 def events_until(manifest: Manifest) -> str | None:
@@ -26,6 +27,25 @@ def events_status(config: NightConfig, generations: Sequence[Mapping[str, Any]])
         "taken_until": str(last_taken_position(config.of_events().store())),
         "live_until": next(live_positions, None),
     }
+
+
+def event_problems(config: NightConfig, generations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the problems that files of events are missing; empty without events."""
+    if (events_fields := events_status(config, generations)) is None:
+        return []
+    store = config.of_events().store()
+    try:
+        demand_all_files(store)
+    except CorruptArtefact as error:
+        return [error.message]
+    taken_until, live_until = events_fields["taken_until"], events_fields["live_until"]
+    if live_until is None or taken_until is None or Position.parse(live_until) <= Position.parse(taken_until):
+        return []
+    problem = (
+        f"the live generation has events up to {live_until}, but the files in {store.url} end at {taken_until}: the "
+        "next night lacks those that the Redis of events no longer has; restore the files from a copy of the store"
+    )
+    return [problem]
 
 
 def event_lines(namespace_status: Mapping[str, Any]) -> list[str]:

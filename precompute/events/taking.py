@@ -13,7 +13,7 @@ from precompute.builds.reports import BEGIN_REPORT
 from precompute.bulk.headroom import convert_disk_errors
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
-from precompute.events.files import event_files
+from precompute.events.files import demand_all_files, event_files
 from precompute.events.stores import connect_events
 from precompute.events.stream import EventStores, forget_in_files, merge_files, take_events
 from precompute.partitions.night_input import TakenEvents
@@ -35,6 +35,7 @@ def run(config: NightConfig) -> TakenEvents:
         raise ConfigError("[events] enabled is false: there are no events to take over", field="events")
     stores, keys = EventStores.of(config), config.of_events().keyspace()
     store = stores.namespace_store
+    demand_all_files(store)  # before files are merged over a gap
     erased_entities = ErasedEntities.of(all_erasures(store))
     forget_in_files(
         store, erased_entities, newest_alone=True

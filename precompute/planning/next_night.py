@@ -14,6 +14,7 @@ from precompute.bulk.headroom import demand_redis_room, redis_page_bytes
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import is_missing
 from precompute.config.settings import NightConfig
+from precompute.events.files import demand_all_files
 from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import unneeded_generations
 
@@ -24,8 +25,10 @@ _LATER_THAN_ALL: Final = "99991231T235959Z"
 def night_problems(config: NightConfig, redis_url: str | None) -> list[str]:
     """Return the problems of state folder and room for which the next night would fail.
 
-    Without a Redis, or if it cannot be asked, only the state folder is judged.
+    Without a Redis, or if it cannot be asked, room is not judged. Raises CorruptArtefact for missing files of events.
     """
+    if config.events.enabled:
+        demand_all_files(config.of_events().store())
     state_folder = config.path(config.state)
     existing_folder = next(ancestor for ancestor in (state_folder, *state_folder.parents) if ancestor.exists())
     if not (existing_folder.is_dir() and os.access(existing_folder, os.W_OK | os.X_OK)):

@@ -15,14 +15,17 @@ import redis
 
 from cache.config.shared import SharedConfig
 from cache.errors import ConfigError, LarderError, StoreError
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.process.redis_server import RedisServer
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.erasures import all_erasures
 from infra.cli import check
 from precompute.cli.status import read_state, report_status
 from precompute.config.settings import NightConfig
+from precompute.events.files import TakenFile, encode_events
+from precompute.events.status import event_problems
 from precompute.releases.recovery import restore, roll_back
-from precompute.steps import begin
+from precompute.steps import begin, take_events
 from precompute.steps.night import Night, run_night
 from serving import __main__ as serving_program
 from tests.integration.nights import DATA_UNTIL, NEXT, environment, prepare, publish_night
@@ -134,6 +137,30 @@ def test_what_a_night_refuses_is_to_do_in_check_and_not_well_in_status(published
     assert any(named_text in text for text in check_texts), check_texts
     if cause != "a lost file of the bundle":  # `status` says what is, `check` what a night needs
         assert any(named_text in text for text in status_texts), status_texts
+
+
+def test_files_of_events_that_end_before_the_live_generation_are_not_well(published: Published) -> None:
+    config = replace(published.config, events=replace(published.config.events, enabled=True))
+    generations = [{"roles": ["live"], "events_until": "20-0"}]
+    store = config.of_events().store()
+    for end_ms, is_well in ((10, False), (20, True)):
+        store.write(TakenFile(STREAM_BEGINNING).path, encode_events([], Position(end_ms, 0)))
+        problems = event_problems(config, generations)
+        assert (problems == []) == is_well
+    store.delete("events")
+    (problem,) = event_problems(config, generations)
+    assert "has events up to 20-0" in problem and "end at 0-0" in problem
+
+
+def test_a_lost_file_of_events_is_told_before_the_night_that_is_refused(published: Published) -> None:
+    config = replace(published.config, events=replace(published.config.events, enabled=True))
+    config.of_events().store().write(TakenFile(Position(5, 0)).path, encode_events([], Position(10, 0)))
+
+    with pytest.raises(LarderError, match="events from 0-0 to 5-0 is missing"):
+        take_events.run(config)
+
+    for texts in (to_do_texts(config), problem_texts(config)):
+        assert any("events from 0-0 to 5-0 is missing" in text for text in texts)
 
 
 def test_a_lost_erasure_is_written_again_by_the_same_request(published: Published) -> None:
