@@ -49,7 +49,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
             for collector in filter(None, (tokens, tls_watch)):
                 service.metrics.registry.register(collector)
             service.hooks.problem_by_name["tokens"] = lambda: tokens.stale_error
-            service.hooks.problem_by_name["tls"] = lambda: None if tls_watch is None else tls_watch.stale_error
+            service.hooks.problem_by_name["tls"] = lambda: None if tls_watch is None else tls_watch.problem
             # Routes are tried in order: the API's frequent requests come before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()

@@ -55,8 +55,8 @@ class Authority:
         """The file that clients and servers read to trust the authority."""
         return str(self.pair.certificate)
 
-    def signed(self, name: str) -> Pair:
-        """Return a certificate for loopback, valid for servers and clients."""
+    def signed(self, name: str, days: int = 1) -> Pair:
+        """Return a certificate for loopback, valid for servers and clients; with 0 days it has expired already."""
         pair = Pair(self.folder / f"{name}.pem", self.folder / f"{name}.key")
         request_file, extension = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
         extension.write_text(_ALSO_LOOPBACK)
@@ -67,7 +67,7 @@ class Authority:
         _openssl(
             "x509", "-req", "-in", request_file, "-CA", self.pair.certificate, "-CAkey", self.pair.key,
             "-CAcreateserial",
-            "-days", "1", "-extfile", extension, "-out", pair.certificate,
+            "-days", str(days), "-extfile", extension, "-out", pair.certificate,
         )  # fmt: skip
         return pair
 

@@ -13,7 +13,7 @@ from cache.tiers.reads import Counters
 from serving.access.callers import TokenWatch
 from serving.access.quota import QuotaTable
 from serving.admission.controller import Admission, OverloadCollector
-from serving.config.tls import TlsWatch
+from serving.config.tls import Certificate, TlsWatch
 from serving.events.counts import HELP_TEXT_BY_GAUGE as EVENT_GAUGES
 from serving.events.counts import EventCounts
 from serving.events.follower import EventMetrics
@@ -85,6 +85,7 @@ class _Follower:
 class _Files:
     file_versions = context = staticmethod(tuple[()])
     content_digest = staticmethod(bytes)
+    certificate = staticmethod(lambda: Certificate(b"", 0.0, 4e9))
 
 
 class _Tiers:

@@ -157,12 +157,13 @@ def _check_settings() -> CheckResult:
 
 
 def _check_service_settings(settings_text: str) -> CheckResult:
-    """Raise the ConfigError for which `larder serve` would not start."""
+    """Raise the ConfigError for which `larder serve` would not start, or callers would refuse its certificate."""
     if not missing_extra("the check of the service's settings", "serving", *SERVING_MODULES):
         from serving.config.settings import ServingConfig
-        from serving.process.start_check import check_startable
+        from serving.process.start_check import check_certificate_dates, check_startable
 
-        check_startable(ServingConfig.load(os.environ))
+        check_startable(service_config := ServingConfig.load(os.environ))
+        check_certificate_dates(service_config)
     return "ok", settings_text
 
 

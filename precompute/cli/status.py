@@ -79,7 +79,7 @@ STALE_REASONS_WITHOUT_LINE = frozenset({
 
 PROBLEM_BY_FEATURE: Mapping[str, str] = {
     "tokens": "does not apply its changed tokens file, so revoked tokens may still be valid",
-    "tls": "does not apply its changed TLS files, so callers get the earlier certificate",
+    "tls": "sends an earlier certificate, because its changed TLS files cannot be used, or one that is not valid now",
     "events": "does not accept events, or lacks some that were accepted",
 }
 """Problems that a replica finds itself, by the feature that its heartbeat names."""

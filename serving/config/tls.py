@@ -1,11 +1,17 @@
 """TLS of the service: certificate, key and client authorities, reloaded when their files change."""
 
+import base64
 import hashlib
 import logging
+import math
+import re
 import ssl
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -19,9 +25,48 @@ _VERIFY_MODE_BY_SETTING = {
     "off": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED
 }  # fmt: skip
 
+_PEM_CERTIFICATE_PATTERN: Final = re.compile(
+    r"-----BEGIN ((?:X509 |TRUSTED )?CERTIFICATE)-----(.*?)-----END \1-----", re.DOTALL
+)
+_EXPLICIT_VERSION_TAG: Final = 0xA0
+_UTC_TIME_TAG: Final = 0x17
+
 FileVersions = tuple[tuple[int, int, int] | None, ...]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Certificate of the service (DER), with the first and the last second in which it is valid (Unix seconds)."""
+
+    der: bytes
+    valid_from_s: float
+    expires_at_s: float
+
+    @classmethod
+    def from_pem(cls, pem: str) -> "Certificate":
+        """Return the first certificate, the one that OpenSSL sends for the key; the rest of a file are its issuers.
+
+        Times that cannot be read have no limits: OpenSSL judges whether the file holds a certificate.
+        """
+        pem_block = _PEM_CERTIFICATE_PATTERN.search(pem)
+        try:
+            der = b"" if pem_block is None else base64.b64decode(pem_block[2])
+            return cls(der, *_read_validity(der))
+        except (ValueError, IndexError):
+            return cls(b"", -math.inf, math.inf)
+
+    def validity_error(self, now_s: float) -> str | None:
+        """Return why the certificate is not valid at this time, and the remedy, to follow its name; None if it is."""
+        if now_s > self.expires_at_s:
+            return f"expired at {_utc_text(self.expires_at_s)}: put a renewed certificate and its key in place"
+        if now_s < self.valid_from_s:
+            return (
+                f"is not valid before {_utc_text(self.valid_from_s)}: set this host's clock right, or put a "
+                "certificate and its key in place that are valid now"
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +115,21 @@ class TlsFiles:
             ssl_context.num_tickets = 0
         return ssl_context
 
+    def certificate(self) -> Certificate:
+        """Read the certificate with its times; raise ConfigError if the file cannot be read."""
+        _check_file_readable(self.certificate_path)
+        try:
+            return Certificate.from_pem(Path(self.certificate_path).read_text(encoding="ascii", errors="replace"))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {self.certificate_path}: {error.strerror}", field="tls_certificate"
+            ) from None
+
+    def check_dates(self, certificate: Certificate, now_s: float) -> None:
+        """Raise ConfigError if the certificate, which is that of the files, is not valid at this time."""
+        if (validity_error := certificate.validity_error(now_s)) is not None:
+            raise ConfigError(f"tls_certificate {self.certificate_path} {validity_error}", field="tls_certificate")
+
     def content_digest(self) -> bytes:
         """Return a digest of what the files hold; b"" if one cannot be read."""
         paths = filter(None, (self.certificate_path, self.key_path, self.client_ca_path))
@@ -84,31 +144,52 @@ class TlsFiles:
 
 
 class TlsWatch(Collector):
-    """TLS context in force; changed files replace it, unless they cannot be used."""
+    """TLS context in force; changed files replace it, unless they cannot be used or their certificate is not valid."""
 
-    def __init__(self, tls_files: TlsFiles) -> None:
-        """Raise ConfigError for files that cannot be used."""
+    def __init__(self, tls_files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
+        """Raise ConfigError for files that cannot be used; a certificate that is not valid now is only a problem."""
         self._tls_files = tls_files
+        self._clock = clock
         self._loaded_version = tls_files.file_versions()
         self.context = tls_files.context()
+        self._certificate = tls_files.certificate()
+        self._logged_certificate: Certificate | None = None
         self._content_digest = tls_files.content_digest()
         self._is_renewed = False
         self.stale_error: str | None = None
         """Why the changed files are not applied; None: the newest ones are in force."""
+        self._log_invalid_certificate()
 
     @property
     def is_stale(self) -> bool:
         """True while the files cannot be used and the previous ones stay in force."""
         return self.stale_error is not None
 
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the certificate in force and with the changed files; None if all is well."""
+        validity_error = self._certificate.validity_error(self._clock())
+        in_force_text = validity_error and self._in_force_text(validity_error)
+        return "; ".join(filter(None, (in_force_text, self.stale_error))) or None
+
     def reload_if_changed(self) -> bool:
-        """Read changed files, and retry those that could not be used; return whether the context was replaced."""
+        """Read changed files, and retry those that could not be used; return whether the context was replaced.
+
+        A certificate in force that is not valid is logged, once.
+        """
+        is_replaced = self._reload_if_changed()
+        self._log_invalid_certificate()
+        return is_replaced
+
+    def _reload_if_changed(self) -> bool:
         version = self._tls_files.file_versions()
         if version == self._loaded_version and not self.is_stale:
             return False
         is_logged, self._loaded_version = version == self._loaded_version, version
         try:
-            self.context = self._tls_files.context()
+            context, certificate = self._tls_files.context(), self._tls_files.certificate()
+            if certificate != self._certificate:  # with the same one, changed client authorities apply in any case
+                self._tls_files.check_dates(certificate, self._clock())
         except ConfigError as error:
             self.stale_error = error.message
             if not is_logged:
@@ -116,11 +197,21 @@ class TlsWatch(Collector):
                     "the new TLS files are not applied, the previous certificate stays in force: %s", error.message
                 )
             return False
+        self.context, self._certificate = context, certificate
         self.stale_error = None
         content_digest = self._tls_files.content_digest()
         self._is_renewed = self._is_renewed or content_digest != self._content_digest
         self._content_digest = content_digest
         return True
+
+    def _log_invalid_certificate(self) -> None:
+        validity_error = self._certificate.validity_error(self._clock())
+        if validity_error is not None and self._logged_certificate != self._certificate:
+            self._logged_certificate = self._certificate
+            log.error("%s; callers that verify it refuse it", self._in_force_text(validity_error))
+
+    def _in_force_text(self, validity_error: str) -> str:
+        return f"the certificate in force, of tls_certificate {self._tls_files.certificate_path}, {validity_error}"
 
     def log_renewal(self) -> None:
         """Log that the service listens with the changed files; nothing if they hold what they held before."""
@@ -129,10 +220,14 @@ class TlsWatch(Collector):
         self._is_renewed = False
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Yield the gauge of whether the newest certificate is in force."""
+        """Yield the gauges of whether the newest certificate is in force, and of when that in force expires."""
         yield GaugeMetricFamily(
             "larder_tls_stale", "1 while new TLS files cannot be used and the previous ones stay in force",
             value=float(self.is_stale),
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "larder_tls_expires_at_seconds", "Unix time at which the certificate in force expires",
+            value=self._certificate.expires_at_s,
         )  # fmt: skip
 
 
@@ -143,3 +238,40 @@ def _check_file_readable(file_path: str) -> None:
         raise ConfigError(f"cannot read {file_path}: {error.strerror}", field="tls_certificate") from None
     if size_bytes > _TLS_FILE_BYTES_MAX:
         raise ConfigError(f"{file_path} is larger than {_TLS_FILE_BYTES_MAX:,} bytes", field="tls_certificate")
+
+
+def _read_validity(der: bytes) -> tuple[float, float]:
+    """Return notBefore and notAfter of a certificate (RFC 5280, section 4.1); raise ValueError or IndexError."""
+    _, offset, _ = _read_der_header(der, 0)  # Certificate
+    _, offset, _ = _read_der_header(der, offset)  # TBSCertificate
+    tag, _, end = _read_der_header(der, offset)
+    if tag == _EXPLICIT_VERSION_TAG:
+        offset = end
+    for _ in ("serialNumber", "signature", "issuer"):
+        _, _, offset = _read_der_header(der, offset)
+    _, offset, _ = _read_der_header(der, offset)  # Validity
+    first_tag, first_start, first_end = _read_der_header(der, offset)
+    last_tag, last_start, last_end = _read_der_header(der, first_end)
+    return _parse_time(first_tag, der[first_start:first_end]), _parse_time(last_tag, der[last_start:last_end])
+
+
+def _read_der_header(der: bytes, offset: int) -> tuple[int, int, int]:
+    """Return tag, start and end of the content of the element at this offset."""
+    tag, length, start = der[offset], der[offset + 1], offset + 2
+    if length & 0x80:
+        length_bytes = length & 0x7F
+        length = int.from_bytes(der[start : start + length_bytes])
+        start += length_bytes
+    return tag, start, start + length
+
+
+def _parse_time(tag: int, content: bytes) -> float:
+    """Return the Unix seconds of a UTCTime, whose years are 1950 to 2049, or GeneralizedTime."""
+    time_text = content.decode("ascii")
+    if tag == _UTC_TIME_TAG:
+        time_text = ("19" if time_text >= "50" else "20") + time_text
+    return datetime.strptime(time_text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
+
+
+def _utc_text(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

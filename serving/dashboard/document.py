@@ -194,7 +194,7 @@ DASHBOARD_SCHEMA: Json = _object_schema(
             epoch=_nullable_schema("integer"), ready={"type": "boolean"}, stale=_nullable_schema("string"),
             degraded=_nullable_schema("string"), seen_s={"type": "number"}, failed=_nullable_schema("string"),
             tokens_stale=_nullable_schema("string", "Why its changed tokens file is not applied"),
-            tls_stale=_nullable_schema("string", "Why its changed TLS files are not applied"),
+            tls_stale=_nullable_schema("string", "Why changed TLS files are unused, or its certificate is invalid"),
         )
     ),
     series=_object_schema(
@@ -755,10 +755,11 @@ def _check_files(body: Body) -> Iterator[Finding]:
     if replicas := [replica for replica in body["replicas"] if replica["tls_stale"]]:
         yield Finding(
             "warn",
-            f"An earlier certificate is still sent by {', '.join(replica['replica'] for replica in replicas)}: "
+            "An earlier certificate, or one that is not valid now, is sent by "
+            f"{', '.join(replica['replica'] for replica in replicas)}: "
             f"{replicas[0]['tls_stale'].rstrip('.')}.",
-            "Put a matching certificate and key in place (larder check tells whether they are): they are read again by "
-            "themselves. A replica that restarts before that does not start.",
+            "Put a matching certificate and key in place, valid now (larder check tells whether they are): they are "
+            "read again by themselves. A replica does not start with a certificate and key that do not match.",
         )
 
 

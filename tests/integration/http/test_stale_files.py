@@ -1,6 +1,7 @@
 """Tokens file and TLS pair that cannot be used: the dashboard says so, and `larder check` before anything starts."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,40 @@ def test_check_says_what_serve_would_refuse_and_goes_on(
     with pytest.raises(ConfigError) as refusal:
         check_configured_files(ServingConfig.load({"LARDER_CONFIG": str(tmp_path / "larder.toml")}))
     assert refusal.value.message in first_line
+
+
+async def test_a_certificate_that_expired_before_the_start_is_told_by_check_status_and_dashboard(
+    tmp_path: Path, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Given a pair that fits together and has expired
+    night = build_night(tmp_path / "night", own_redis.url)
+    pair = Authority.create(tmp_path / "ca").signed("old", days=0)
+    files = {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key)}
+    (tmp_path / "larder.toml").write_text(
+        f'[serving]\ntls_certificate = "{pair.certificate}"\ntls_key = "{pair.key}"\n'
+    )
+    monkeypatch.setenv("LARDER_CONFIG", str(tmp_path / "larder.toml"))
+
+    # When it is checked
+    code = await asyncio.to_thread(check.main, [], prog="larder check")
+
+    # Then there is something to do
+    assert code == 3
+    assert capsys.readouterr().out.startswith(f"to do     settings  tls_certificate {pair.certificate} expired at ")
+
+    # When a service starts with it nevertheless
+    async with serving(night, dashboard_s=0.2, **files) as app:
+
+        async def is_told() -> bool:
+            report = await asyncio.to_thread(lambda: report_status(night, read_state(night)))
+            verdict = (await app.get("/dashboard/data"))["verdict"]
+            text = " ".join([verdict["sentence"], *verdict["also"]])
+            return any(
+                "not valid now" in problem and f"{pair.certificate}, expired at" in problem
+                for problem in report["problems"]
+            ) and ("not valid now" in text and "expired at" in text)
+
+        # Then it answers, and status and dashboard say so
+        assert await eventually(is_told)
+        (expires_at_s,) = (await app.scrape_samples("larder_tls_expires_at_seconds")).values()
+        assert 0 <= time.time() - expires_at_s < 600

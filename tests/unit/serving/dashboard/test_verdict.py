@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "certificate not applied": (
         {"replicas": [replica(tls_stale="cannot read /tls.pem: No such file")]},
         "warn",
-        "An earlier certificate is still sent by a: cannot read /tls.pem: No such file.",
+        "An earlier certificate, or one that is not valid now, is sent by a: cannot read /tls.pem: No such file.",
         "matching certificate and key",
     ),
     "memory": (
