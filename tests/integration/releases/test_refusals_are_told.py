@@ -47,20 +47,22 @@ class Published:
         return self.config.store().local(generation_path(generation))
 
 
+@contextmanager
+def two_published(folder: Path, redis_url: str, *, users: int) -> Iterator[Published]:
+    config = prepare(folder, redis_url, users=users, items=40)
+    previous, live = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
+    with redis.Redis.from_url(redis_url) as client:
+        yield Published(config, live, previous, client)
+
+
 @pytest.fixture
 def published(tmp_path: Path, own_redis: RedisServer) -> Iterator[Published]:
-    config = prepare(tmp_path / "n", own_redis.url, users=2_000, items=40)
-    previous, live = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
-    with redis.Redis.from_url(own_redis.url) as client:
-        yield Published(config, live, previous, client)
+    with two_published(tmp_path / "n", own_redis.url, users=60) as two:
+        yield two
 
 
 def begin_night(config: NightConfig) -> None:
     begin.run(config, data_until=LATER, run_after=None)
-
-
-def load_night(config: NightConfig) -> None:
-    run_night(Night(config, "later", LATER), "load")
 
 
 def replica_of_another_release(published: Published) -> None:
@@ -116,8 +118,6 @@ NIGHT_REFUSALS: dict[str, tuple[Callable[[Published], None], Callable[[NightConf
     "all erasures lost": (lost_erasures, begin_night, "erasures/000000000001.json"),
     "an unreadable erasure": (unreadable_erasure, begin_night, "erasures/000000000001.json"),
     "a lost file of the bundle": (handed_over_bundle_without_a_file, begin_night, "items.parquet"),
-    "a full Redis": (full_redis, load_night, "maxmemory"),
-    "a full Redis that evicts": (full_redis_that_evicts, load_night, "maxmemory"),
 }
 
 
@@ -137,6 +137,22 @@ def test_what_a_night_refuses_is_to_do_in_check_and_not_well_in_status(published
     assert any(named_text in text for text in check_texts), check_texts
     if cause != "a lost file of the bundle":  # `status` says what is, `check` what a night needs
         assert any(named_text in text for text in status_texts), status_texts
+
+
+@pytest.mark.parametrize("damage", [full_redis, full_redis_that_evicts])
+def test_a_redis_without_room_for_the_next_night_is_told_before_it_is_scored(
+    tmp_path: Path, own_redis: RedisServer, damage: Callable[[Published], None]
+) -> None:
+    with two_published(tmp_path / "n", own_redis.url, users=2_000) as published:
+        assert to_do_texts(published.config) == [] == problem_texts(published.config)
+
+        damage(published)
+
+        for texts in (to_do_texts(published.config), problem_texts(published.config)):
+            (text,) = texts
+            assert "Redis has no room for the next night" in text and "maxmemory" in text
+        with pytest.raises(LarderError, match="maxmemory"):
+            run_night(Night(published.config, "later", LATER), "load")
 
 
 def test_files_of_events_that_end_before_the_live_generation_are_not_well(published: Published) -> None:
