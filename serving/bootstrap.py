@@ -24,6 +24,7 @@ from serving.features import FEATURES, Feature, all_operations
 from serving.generations.heartbeat import HOST_MEASURE_INTERVAL_S, HostHeadroom
 from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
 from serving.generations.refresher import Refresher
+from serving.generations.store_watch import StoreWatch
 from serving.http.routes import Service
 from serving.metrics.collectors import InternalCounters, LoopFailures
 from serving.metrics.exposition import Exposition, WorkerPeers
@@ -71,7 +72,9 @@ async def running(
     )
     holder, follower, refresher = (own_namespace.holder, own_namespace.follower, own_namespace.refresher)
     releases, redis_memory = (ReleaseWatch(own_namespace.store, store_threads), RedisMemory(remote.control))
+    store_watch = StoreWatch(own_namespace.store, remote.control, releases.read_records, store_threads)
     refresher.add_periodic("releases", config.figures_s, releases.refresh)
+    refresher.add_periodic("store", config.figures_s, store_watch.refresh)
     refresher.add_periodic("redis_memory", config.figures_s, redis_memory.refresh)
     refresher.add_periodic("host_disk", HOST_MEASURE_INTERVAL_S, host_headroom.refresh)
     nights = Nights(config.nights(), follower)
@@ -89,7 +92,7 @@ async def running(
     metrics.registry.register(NightMetrics(lambda: holder.served, nights, releases, redis_memory))
     metric_sources = MetricSources(
         metrics, tiers, remote, service_components.batcher, service_components.admission, components.inferences,
-        components.leases, refresher, nights,
+        components.leases, refresher, nights, store_watch,
     )  # fmt: skip
     metric_sources.register()
     service = LookupService(
@@ -132,7 +135,7 @@ async def running(
         inference_executor=service_components.executor,
         batcher=service_components.batcher, inference=service_components.inference,
         admission=service_components.admission, nights=nights,
-        releases=releases, service=service, open_namespace=open_beside_namespace,
+        releases=releases, store_watch=store_watch, service=service, open_namespace=open_beside_namespace,
     )  # fmt: skip
     hooks = replica.hooks
     own_namespace.heartbeat.find_problems = lambda: {
@@ -197,6 +200,7 @@ class MetricSources:
     leases: LeaseManager
     refresher: Refresher
     nights: Nights
+    store_watch: StoreWatch
 
     def register(self) -> None:
         """Register gauges and collectors with `/metrics`."""
@@ -210,6 +214,7 @@ class MetricSources:
         metrics.generation_age.set_function(generation_age_s)
         metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
         metrics.generation_due.set_function(nights.due_at)
+        metrics.store_problem.set_function(lambda: float(self.store_watch.problem is not None))
         metrics.stale.set_function(lambda: float(follower.stale_reason is not None))
         metrics.ready.set_function(lambda: float(follower.health.is_ready))
         metrics.breaker.set_function(lambda: _NUMBER_BY_BREAKER_STATE[self.remote.stats.breaker_state])

@@ -95,11 +95,15 @@ def pointer_problem(
 
 
 def full_store_problem(store: ArtefactStore) -> str | None:
-    """Return the problem that the store's disk is full; None if there is room, or if the store is not on this host."""
-    if store.local_folder is None:
+    """Return the problem that the store's disk is full; None if there is room, or if this host cannot write it.
+
+    That is a remote store or a file system mounted read-only, such as an image, which has no free bytes.
+    """
+    folder = store.local_folder
+    if folder is None:
         return None
-    free_bytes = disk_free_bytes(store.local_folder)
-    if free_bytes >= STORE_FREE_BYTES_MIN:
+    free_bytes = disk_free_bytes(folder)
+    if free_bytes >= STORE_FREE_BYTES_MIN or (folder.exists() and os.statvfs(folder).f_flag & os.ST_RDONLY):
         return None
     return (
         f"the disk of the artefact store {store.url} is full ({free_bytes:,} bytes are free): blocks, erasures and "

@@ -56,7 +56,9 @@ READ_TIMEOUT_S = 2.0
 WORKER_SILENCE_MAX_S = 10.0
 """Seconds without a publication after which a worker is not shown."""
 
-_ROW_TEXT_FIELDS = ("generation", "stale", "degraded", "failed", "tokens_stale", "tls_stale")
+_ROW_TEXT_FIELDS = (
+    "generation", "stale", "degraded", "failed", "tokens_stale", "tls_stale", "store_problem", "canary_problem",
+)  # fmt: skip
 
 _ROW_NUMBER_FIELDS = (
     "since", "epoch", "live_queued", "under_way", "requests_max", "queue_seconds",

@@ -76,6 +76,8 @@ def attach(replica: Replica) -> Dashboard:
             "failed": health.failure_reason,
             "tokens_stale": find_problem("tokens"),
             "tls_stale": find_problem("tls"),
+            "store_problem": replica.store_watch.problem,
+            "canary_problem": own_namespace.follower.canary_problem,
             "breaker": own_namespace.components.remote.stats.breaker_state,
             "live_queued": replica.batcher.queued,
             "under_way": admission.requests_under_way,

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from cache.format.manifest import CUT_CHARS
 from cache.format.stream_position import Position
 from cache.store.artefacts import NO_MANIFEST_WORDS
+from cache.tiers.reads import MissReason
 from cache.traffic.experiments import rate_ratio
 from serving.dashboard import counters
 from serving.dashboard.aggregator import RECENT_BIN_COUNT, DrawnBin, FleetReading, build_series, quantiles_by_source
@@ -24,6 +25,7 @@ from serving.events.counts import (
 )
 from serving.events.follower import EVENTS_BEHIND
 from serving.generations.nights import redis_used_and_max_bytes
+from serving.generations.store_watch import FILES_INTERVAL_S
 from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
 from serving.requests.named_schema import DETAILS_SCHEMA, Json, NamedSchema, nullable_schema
 from serving.requests.reasons import StaleReason
@@ -127,12 +129,8 @@ _REUSE_SCHEMA = _object_schema(
     "Reuse",
     "Users by reason (copied; computed for their inputs, for an item lost, for one that may enter), "
     "the share copied and the seconds of scoring saved; null if the night did not record them",
-    users=_COUNTS_SCHEMA, share=_nullable_schema(
-            "number"
-), spared_s={"type": "number"}, base=_nullable_schema(
-            "string"
-),
-    why={"type": "string"}, read_because={"type": "string"},
+    users=_COUNTS_SCHEMA, share=_nullable_schema("number"), spared_s={"type": "number"},
+    base=_nullable_schema("string"), why={"type": "string"}, read_because={"type": "string"},
     lately=_object_schema(
         "RecentReuse",
         "Up to 14 nights ending with this one: sum of users, mean of the seconds",
@@ -145,29 +143,15 @@ _EVENTS_SCHEMA = _object_schema(
     "Events",
     "Events of the last minutes; states are the worst of all workers; null if the service takes no events",
     up=_nullable_schema("boolean", "Whether the Redis of events answers, writes, and is as durable as demanded"),
-    durability=_nullable_schema(
-            "string"
-), demanded=_nullable_schema(
-            "string"
-), results=_COUNTS_SCHEMA, refused=_COUNTS_SCHEMA,
+    durability=_nullable_schema("string"), demanded=_nullable_schema("string"),
+    results=_COUNTS_SCHEMA, refused=_COUNTS_SCHEMA,
     answers={"type": "integer", "description": "Answers with newer events"},
     answers_share=_nullable_schema("number"),
     list_change=_nullable_schema("number", "Share of their items that are not in the night's lists"),
     lag_s=_nullable_schema("number"), users=_nullable_schema("number"), held_bytes=_nullable_schema("number"),
-    held_max_bytes=_nullable_schema(
-            "number"
-), stream_bytes=_nullable_schema(
-            "number"
-), stream_max_bytes=_nullable_schema(
-            "number"
-),
-    stream_length=_nullable_schema(
-            "number"
-), inbox_length=_nullable_schema(
-            "number"
-), inbox_lag_seconds=_nullable_schema(
-            "number"
-),
+    held_max_bytes=_nullable_schema("number"), stream_bytes=_nullable_schema("number"),
+    stream_max_bytes=_nullable_schema("number"), stream_length=_nullable_schema("number"),
+    inbox_length=_nullable_schema("number"), inbox_lag_seconds=_nullable_schema("number"),
     writes_refused=_nullable_schema("string", "Why the Redis of events refuses to write; null: it does not refuse"),
     counted_until=_nullable_schema("string", "Position up to which answers count all events"),
     taken_until=_nullable_schema("string", "Position up to which some generation has all events"),
@@ -195,6 +179,8 @@ DASHBOARD_SCHEMA: Json = _object_schema(
             degraded=_nullable_schema("string"), seen_s={"type": "number"}, failed=_nullable_schema("string"),
             tokens_stale=_nullable_schema("string", "Why its changed tokens file is not applied"),
             tls_stale=_nullable_schema("string", "Why changed TLS files are unused, or its certificate is invalid"),
+            store_problem=_nullable_schema("string", "What is wrong with its artefact store"),
+            canary_problem=_nullable_schema("string", "Why it does not hold the canary that runs"),
         )
     ),
     series=_object_schema(
@@ -219,16 +205,9 @@ DASHBOARD_SCHEMA: Json = _object_schema(
         _object_schema(
             "Generation", "Newest first",
             generation={"type": "string"}, state=_nullable_schema("string"), epoch=_nullable_schema("integer"),
-            role=_nullable_schema("string", "Role on this replica, if held"), published_at=_nullable_schema(
-                    "number"
-),
-            data_until=_nullable_schema(
-                    "number"
-), bytes=_nullable_schema(
-                    "integer"
-), records=_nullable_schema(
-                    "integer"
-),
+            role=_nullable_schema("string", "Role on this replica, if held"), published_at=_nullable_schema("number"),
+            data_until=_nullable_schema("number"), bytes=_nullable_schema("integer"),
+            records=_nullable_schema("integer"),
             gates=_list_schema(DETAILS_SCHEMA), reason=_nullable_schema("string"),
             remarks=_list_schema({"type": "string"}),
             events_until=_nullable_schema("string", "Position up to which the generation has all events"),
@@ -256,14 +235,8 @@ DASHBOARD_SCHEMA: Json = _object_schema(
     ),
     redis=_object_schema(
         "Redis", "All nodes together",
-        used_bytes=_nullable_schema(
-                "integer"
-), limit_bytes=_nullable_schema(
-                "integer"
-), policy=_nullable_schema(
-                "string"
-),
-        clients=_nullable_schema("integer"), evicted=_nullable_schema("integer"),
+        used_bytes=_nullable_schema("integer"), limit_bytes=_nullable_schema("integer"),
+        policy=_nullable_schema("string"), clients=_nullable_schema("integer"), evicted=_nullable_schema("integer"),
     ),
     breakers=_COUNTS_SCHEMA,
     queue=_object_schema(
@@ -415,6 +388,8 @@ def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str
                 "failed": _first_set_value(replica_workers, "failed"),
                 "tokens_stale": _first_set_value(replica_workers, "tokens_stale"),
                 "tls_stale": _first_set_value(replica_workers, "tls_stale"),
+                "store_problem": _first_set_value(replica_workers, "store_problem"),
+                "canary_problem": _first_set_value(replica_workers, "canary_problem"),
             }
         )
     return replica_rows
@@ -716,7 +691,9 @@ def _check_fallback(body: Body) -> Iterator[Finding]:
             level,
             f"{recent_share:.1%} of the answers are from the previous generation or defaults ({earlier_share:.1%} "
             f"before){cause_text}.",
-            "Look at the miss reasons and at live inference: queue, model, time-outs.",
+            "Run larder restore: it loads pages that Redis lacks from the artefact store again."
+            if top_reason_and_count is not None and top_reason_and_count[0] == MissReason.PAGE_MISSING
+            else "Look at the miss reasons and at live inference: queue, model, time-outs.",
         )
 
 
@@ -760,6 +737,28 @@ def _check_files(body: Body) -> Iterator[Finding]:
             f"{replicas[0]['tls_stale'].rstrip('.')}.",
             "Put a matching certificate and key in place, valid now (larder check tells whether they are): they are "
             "read again by themselves. A replica does not start with a certificate and key that do not match.",
+        )
+
+
+def _check_store(body: Body) -> Iterator[Finding]:
+    if replicas := [replica for replica in body["replicas"] if replica["store_problem"]]:
+        names = ", ".join(replica["replica"] for replica in replicas)
+        yield Finding(
+            "bad",
+            f"The artefact store has a problem, says {names}: {replicas[0]['store_problem'].rstrip('.')}.",
+            "Do what this says; larder check tells whether more is wrong with the store. Replicas look again within "
+            f"{FILES_INTERVAL_S / 60:.0f} minutes.",
+        )
+
+
+def _check_canary(body: Body) -> Iterator[Finding]:
+    if replicas := [replica for replica in body["replicas"] if replica["canary_problem"]]:
+        names = ", ".join(replica["replica"] for replica in replicas)
+        yield Finding(
+            "warn",
+            f"The canary's share is answered from the live generation by {names}: "
+            f"{replicas[0]['canary_problem'].rstrip('.')}.",
+            f"Read the log of {names}; larder canary abandon --reason REASON ends a canary that cannot be loaded.",
         )
 
 
@@ -870,5 +869,5 @@ def _age_text(age_s: float) -> str:
 _CHECKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
     _check_ready, _check_redis, _check_pointer, _check_missing, _check_policy, _check_fallback, _check_memory,
     _check_stale, _check_apart, _check_hits, _check_failed, _check_refused, _check_degraded, _check_shed, _check_events,
-    _check_files,
+    _check_files, _check_store, _check_canary,
 )  # fmt: skip

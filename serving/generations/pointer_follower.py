@@ -157,6 +157,15 @@ class PointerFollower:
             reason_by_generation[self.progress.newest_pointer.generation] = self.load_failure
         return reason_by_generation
 
+    @property
+    def canary_problem(self) -> str | None:
+        """Why this replica does not hold the canary that runs, or None."""
+        canary, served = self.holder.canary, self.served
+        if canary is None or served is None or served.canary is not None:
+            return None
+        failure_reason = self.failure_by_generation.get(canary.generation)
+        return f"{canary.generation} {f'cannot be loaded: {failure_reason}' if failure_reason else 'is not loaded yet'}"
+
     def note_concern(self, subject: ConcernSubject, stale_reason: str | None, remedy: str = "") -> None:
         """Set a reason why answers may lag behind, or clear it (None); log a change."""
         if self.concerns.note(subject, stale_reason) and stale_reason is not None:

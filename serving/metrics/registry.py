@@ -72,6 +72,10 @@ class Metrics:
         self.generation_due = gauge(
             "larder_generation_due_timestamp_seconds", "Scheduled time for which a generation must exist by now"
         )
+        self.store_problem = gauge(
+            "larder_store_problem",
+            "1 while the artefact store contradicts the pointer, or lacks records, files or room",
+        )
         self.stale = gauge("larder_stale", "1 while the pointer cannot be trusted or followed")
         self.ready = gauge("larder_ready", "1 while /readyz says yes")
         self.degraded = gauge("larder_degraded", "1 while the live path has no model")

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 LOWEST_PRIORITY_NICE = 19
 
 STORE_THREAD_COUNT = 16
-"""Threads of the pool: blocklist, records, archive, sweep, loads and explanations have one or two reads each."""
+"""Threads of the pool: blocklist, records, checks, archive, sweep, loads, explanations have one or two reads each."""
 
 OPEN_FILES_HEADROOM = 256
 """Descriptors for Redis, the files of generations, scrapers, and connections that are about to end."""

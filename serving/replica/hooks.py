@@ -17,6 +17,7 @@ from serving.engine.batch_inference import BatchInference
 from serving.engine.micro_batcher import MicroBatcher
 from serving.engine.service import LookupService, Router
 from serving.generations.nights import Nights, ReleaseWatch
+from serving.generations.store_watch import StoreWatch
 from serving.metrics.registry import Metrics
 from serving.process.resources import StoreThreads
 from serving.replica.namespace import HeldNamespace, ServedNamespace
@@ -99,6 +100,7 @@ class Replica:
     admission: Admission
     nights: Nights
     releases: ReleaseWatch
+    store_watch: StoreWatch
     service: LookupService
     open_namespace: Callable[[str], ServedNamespace]
     """Opens another namespace by its name; its caller starts it."""

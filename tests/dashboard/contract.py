@@ -28,6 +28,8 @@ class Replica(TypedDict):
     failed: str | bool | None
     tokens_stale: str | None
     tls_stale: str | None
+    store_problem: str | None
+    canary_problem: str | None
 
 
 class Series(TypedDict):

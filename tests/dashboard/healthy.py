@@ -175,7 +175,7 @@ def _replica(name: str, generation: str, now_s: float) -> Any:
     return {
         "replica": name, "workers": 2, "generation": generation, "epoch": 1_795_312_800_123, "ready": True,
         "stale": None, "degraded": None, "seen_s": NOW_S - now_s + 0.4, "failed": None, "tokens_stale": None,
-        "tls_stale": None,
+        "tls_stale": None, "store_problem": None, "canary_problem": None,
     }  # fmt: skip
 
 

@@ -20,11 +20,15 @@ ADDED_FIELDS: Final = frozenset(
         "writes_refused",
         "tokens_stale",
         "tls_stale",
+        "store_problem",
+        "canary_problem",
     }
 )
 """Fields of JSON documents that the frozen commit does not have."""
 
-ADDED_METRICS: Final = frozenset({"larder_events_new_items_without_vector", "larder_night_failed"})
+ADDED_METRICS: Final = frozenset(
+    {"larder_events_new_items_without_vector", "larder_night_failed", "larder_store_problem"}
+)
 """Metrics that it does not have."""
 
 ADDED_GATES: Final = frozenset({"unknown_items", "distinct_values", "value_psi"})

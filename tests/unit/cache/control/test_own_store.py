@@ -1,6 +1,8 @@
 """The store that belongs to a Redis, and the disk that it lies on."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +22,13 @@ def test_a_full_disk_under_the_store_is_a_problem(
     assert (problem is not None) is is_full
     if problem is not None:
         assert str(tmp_path) in problem and f"{free_bytes:,} bytes are free" in problem and "make room" in problem
+
+
+def test_a_file_system_that_is_mounted_read_only_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_store, "disk_free_bytes", lambda _folder: 0)
+    monkeypatch.setattr(os, "statvfs", lambda _folder: SimpleNamespace(f_flag=os.ST_RDONLY))
+
+    assert full_store_problem(ArtefactStore(str(tmp_path))) is None
 
 
 def test_a_store_elsewhere_has_no_disk_here(tmp_path: Path) -> None:

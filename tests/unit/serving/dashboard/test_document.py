@@ -15,7 +15,7 @@ def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
     fine = {
         "at": NOW_S - 0.5, "since": 0.0, "replica": replica, "generation": "g2", "epoch": 2,
         "ready": True, "stale": None, "degraded": None, "failed": None, "tokens_stale": None, "tls_stale": None,
-        "breaker": "closed",
+        "store_problem": None, "canary_problem": None, "breaker": "closed",
         "live_queued": 1, "under_way": 2, "requests_max": 10, "queue_seconds": 0.25,
         "l1_bytes": 5, "l1_budget_bytes": 50, "l1_entries": 3, "events": None,
         "counts": {"r": 4, "e": 3, "x": 1, "a:l1": 2, "a:default": 1, "m:cold": 1},
@@ -69,6 +69,7 @@ def test_a_replica_is_as_far_as_the_last_of_its_workers() -> None:
     assert first == {
         "replica": "a", "workers": 2, "generation": "g1", "epoch": 1, "ready": False, "stale": None,
         "degraded": None, "seen_s": 4.0, "failed": "no room", "tokens_stale": None, "tls_stale": None,
+        "store_problem": None, "canary_problem": None,
     }  # fmt: skip
     assert (second_replica["replica"], second_replica["generation"], second_replica["ready"]) == ("b", "g2", True)
 

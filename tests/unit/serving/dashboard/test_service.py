@@ -28,7 +28,8 @@ class Board:
         self.redis, self.clock = FakeRedis(), FakeClock(1_000_000.0)
         about = {
             "replica": "a", "generation": None, "epoch": None, "ready": False, "stale": None,
-            "degraded": None, "failed": None, "tokens_stale": None, "tls_stale": None, "breaker": "closed",
+            "degraded": None, "failed": None, "tokens_stale": None, "tls_stale": None,
+            "store_problem": None, "canary_problem": None, "breaker": "closed",
             "live_queued": 0,
             "under_way": 0, "requests_max": 1, "queue_seconds": 0.0, "l1_bytes": 0,
             "l1_budget_bytes": 0, "l1_entries": 0,

@@ -15,6 +15,7 @@ def replica(**changes: Any) -> dict[str, Any]:
     fine = {
         "replica": "a", "workers": 1, "generation": G1, "epoch": 1, "ready": True, "stale": None,
         "degraded": None, "seen_s": 0.1, "failed": None, "tokens_stale": None, "tls_stale": None,
+        "store_problem": None, "canary_problem": None,
     }  # fmt: skip
     return fine | changes
 
@@ -158,6 +159,12 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "miss reasons",
     ),
     "fallback, much": ({"lately": lately(hits=500, fallbacks=500)}, "bad", "50.0% of the answers", "live inference"),
+    "fallback, pages lost": (
+        {"lately": lately(hits=500, fallbacks=500) | {"misses": {"page_missing": 300, "cold_start": 80}}},
+        "bad",
+        "mostly because of page_missing",
+        "Run larder restore",
+    ),
     "hit rate": (
         {"lately": lately(hits=700, live=280, fallbacks=20)},
         "warn",
@@ -176,6 +183,23 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "warn",
         "An earlier certificate, or one that is not valid now, is sent by a: cannot read /tls.pem: No such file.",
         "matching certificate and key",
+    ),
+    "store": (
+        {
+            "replicas": [
+                replica(),
+                replica(replica="b", store_problem="the artefact store /x lacks 2 of the files of g"),
+            ]
+        },
+        "bad",
+        "The artefact store has a problem, says b: the artefact store /x lacks 2 of the files of g.",
+        "larder check",
+    ),
+    "canary": (
+        {"replicas": [replica(canary_problem=f"{G2} cannot be loaded: no manifest"), replica(replica="b")]},
+        "warn",
+        f"The canary's share is answered from the live generation by a: {G2} cannot be loaded: no manifest.",
+        "larder canary abandon",
     ),
     "memory": (
         {"redis": {"used_bytes": 93, "limit_bytes": 100, "policy": "volatile-lru"}},
