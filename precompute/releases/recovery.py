@@ -363,8 +363,11 @@ def _move_pointer(
         # The live epoch by the records, not only by Redis: it decides later whether this move is in doubt.
         expected_epoch=max(view.epoch, view.ledger.live_epoch),
     )
-    if releases.history()[-1].stored_number != release.stored_number:
+    history = releases.history()
+    if history[-1].stored_number != release.stored_number:
         return None  # a later record's writer may have moved readers, unknown to a Redis lost again
+    if fold_releases(history).live_epoch != view.ledger.live_epoch:
+        return None  # a move that Redis lost was recorded as done meanwhile
     published_at = publication_time(view.history, live_id) or releases.clock()
     new_pointer = Pointer(live_id, release.epoch, previous_id, attempt, published_at=published_at)
     rows = {live_id: RegistryRow(GenerationState.LIVE, releases.clock())}
