@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 STORE_FREE_BYTES_MIN = 1 << 20
 """Free bytes of the disk of a local store below which it counts as full."""
 
+UNREAD_BLOCKLIST_PROBLEM = (
+    "cannot read the newest blocklist, so what was blocked or erased since may still be served: its log has the error; "
+    "is the artefact store reachable and readable from its host, or was an older copy of it put back?"
+)
+"""What is wrong with a replica whose heartbeat has the stale reason `blocklist_unreadable`."""
+
 ADOPT_COMMAND = 'larder restore --adopt --reason "..."'
 """Command that makes a Redis follow a store whose releases do not explain its pointer."""
 
@@ -222,7 +228,12 @@ def namespace_problems(config: "SharedConfig", redis_url: str | None, timeout_s:
     history = all_releases(store)
     if is_pointer_known and (pointer is not None or not is_own):
         problems.append(pointer_problem(pointer, history, store, config.keyspace().live))
-    problems += older_store_remarks(store, replicas)
+    older_remarks = older_store_remarks(store, replicas)
+    problems += older_remarks or [
+        f"replica {replica.name} {UNREAD_BLOCKLIST_PROBLEM}"
+        for replica in replicas
+        if "blocklist_unreadable" in replica.stale_reasons
+    ]
     problems += generation_files_problems(store, history)
     problems += lost_records_problems(store)
     return [problem for problem in (*problems, full_store_problem(store)) if problem]

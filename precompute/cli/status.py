@@ -12,6 +12,7 @@ from rich.text import Text
 from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
 from cache.control.own_store import (
+    UNREAD_BLOCKLIST_PROBLEM,
     full_store_problem,
     generation_files_problems,
     missing_records_advice,
@@ -52,9 +53,7 @@ LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "
 """Environment variables that locate a namespace."""
 
 PROBLEM_BY_STALE_REASON: Mapping[str, str] = {
-    "blocklist_unreadable": "cannot read the newest blocklist, so what was blocked or erased since may still be "
-    "served: its log has the error; is the artefact store reachable and readable from its host, or was an older copy "
-    "of it put back?",
+    "blocklist_unreadable": UNREAD_BLOCKLIST_PROBLEM,
     "blocklist_not_enforced": "could not put the blocklist in force that it read: its log has the error; give it "
     "threads and memory",
     "experiments_unreadable": "cannot read the newest experiments: its log has the error; is the artefact store "

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from cache.config.night import REDIS_HEADROOM_RULE
 from cache.control.states import GenerationState
 from cache.errors import ConfigError, LarderError, Refused, TierUnavailable
 from cache.format.manifest import Manifest
@@ -96,12 +97,15 @@ def _lost_pages_problem(releases: Releases, live_generation: str) -> str | None:
 def _redis_problem(releases: Releases, live_manifest: Manifest, removed_page_bytes: int) -> str | None:
     control, page_bytes = releases.control, total_bytes(live_manifest)
     try:
+        control.check_eviction_policy()
         demand_redis_room(
             control, "the next night", page_bytes - removed_page_bytes,
             pages_bytes=redis_page_bytes(releases.store, control),
             record_bytes=max(table.layout.size_bytes for table in live_manifest.stored_tables.values()),
         )  # fmt: skip
     except Refused as refusal:
+        if refusal.details["rule"] != REDIS_HEADROOM_RULE:  # an unfit eviction policy
+            return refusal.message
         return (
             f"Redis has no room for the next night: with {page_bytes:,} bytes of pages, as many as the live generation "
             f"has, {refusal.details['value']:,} bytes would be in use, and a night is refused beyond "

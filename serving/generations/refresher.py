@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 _EXPECTING_POLL_S = 0.1
 """Seconds between polls of the pointer while a generation is staged."""
 
+_EVICTION_CHECK_S = 30.0
+"""Seconds between looks at Redis' eviction policy, which a provider may change."""
+
 _COPIES_SWEEP_S = 600.0
 BackgroundStep = Callable[[], Coroutine[Any, Any, None]]
 
@@ -75,6 +78,7 @@ class Refresher:
         self._named_loops: list[tuple[str, BackgroundStep]] = []
         self._heartbeat_lock = asyncio.Lock()
         self._is_eviction_safe = self._is_eviction_policy_unknown = False
+        self._eviction_checked_at = 0.0
 
     def add_periodic(
         self, loop_name: str, step_interval_s: float, step: BackgroundStep, announcement: bytes | None = None
@@ -160,7 +164,7 @@ class Refresher:
             except TierUnavailable:
                 self._is_eviction_safe = False  # after an outage it may be another Redis
                 return
-        if not self._is_eviction_safe:
+        if not self._is_eviction_safe or self._monotonic_clock() - self._eviction_checked_at >= _EVICTION_CHECK_S:
             await self._check_eviction_policy()
 
     async def _check_eviction_policy(self) -> None:
@@ -175,6 +179,7 @@ class Refresher:
             log.warning("Redis' maxmemory-policy is unknown: make sure that it is volatile-lru")
         self._is_eviction_policy_unknown = self._is_eviction_policy_unknown or not policy
         self._is_eviction_safe = not policy.startswith("allkeys")
+        self._eviction_checked_at = self._monotonic_clock()
         self.follower.note_concern(
             "eviction",
             None if self._is_eviction_safe else StaleReason.EVICTION_POLICY,

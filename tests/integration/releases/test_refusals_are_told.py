@@ -139,6 +139,19 @@ def test_what_a_night_refuses_is_to_do_in_check_and_not_well_in_status(published
         assert any(named_text in text for text in status_texts), status_texts
 
 
+@pytest.mark.parametrize("has_overlays", [False, True])
+def test_a_redis_that_may_evict_pages_is_told_by_both(published: Published, has_overlays: bool) -> None:
+    published.client.config_set("maxmemory", 10**9)
+    published.client.config_set("maxmemory-policy", "allkeys-lru")
+    if has_overlays:
+        published.client.set("overlay", "x", ex=60)
+
+    for texts in (to_do_texts(published.config), problem_texts(published.config)):
+        assert any("maxmemory-policy allkeys-lru" in text and "volatile-lru" in text for text in texts), texts
+    with pytest.raises(LarderError, match="allkeys-lru"):
+        run_night(Night(published.config, "later", LATER), "load")
+
+
 @pytest.mark.parametrize("damage", [full_redis, full_redis_that_evicts])
 def test_a_redis_without_room_for_the_next_night_is_told_before_it_is_scored(
     tmp_path: Path, own_redis: RedisServer, damage: Callable[[Published], None]

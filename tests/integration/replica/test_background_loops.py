@@ -29,7 +29,7 @@ NAMES = {
     "announcements", "arms_blocklist", "attribute_values", "blocklist", "certificate", "cold_ids", "connections",
     "dashboard", "event_figures", "event_inbox", "event_rejections", "events", "experiments", "exposures", "heartbeat",
     "host_copies", "host_disk", "hot_ids", "l1_advisor", "loop_lag", "pointer", "quality_report", "quality_samples",
-    "redis_memory", "releases", "tokens",
+    "redis_memory", "releases", "store", "tokens",
 }  # fmt: skip
 """Loops of a service with everything switched on; an arm's namespace adds its own under the same names."""
 

@@ -66,6 +66,13 @@ async def test_blocks_and_erasures_that_a_copy_lacks_are_told_by_status_restore_
         verdict = (await app.get("/dashboard/data"))["verdict"]
         assert "blocklist_unreadable" in verdict["sentence"] + "".join(verdict["also"])
 
+        # and other blocks, which raise the version in the store to that in force, end it for none of them
+        for item_id in (b"i2", b"i3"):
+            change_blocklist(night.store(), block_items=[item_id])
+        assert await asyncio.to_thread(check_store, night) != ("to do", problem)
+        state, told = await asyncio.to_thread(check_store, night)
+        assert state == "to do" and "cannot read the newest blocklist" in told
+
         # and once the block and the erasure were repeated, all is well again
         change_blocklist(night.store(), block_items=[b"i1"])
         begin_erasing(night.store(), min(histories(night)).encode(), "user", requested_at=1.0)

@@ -16,6 +16,7 @@ from cache.store.blocklist import Blocklist, change_blocklist
 from cache.store.releases import Pointer, Release, intent_path
 from serving.generations.pointer_follower import judge_pointer
 from serving.generations.snapshot import Snapshot
+from tests.fakes import FakeClock
 from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 
 
@@ -487,6 +488,24 @@ async def test_a_roll_back_waits_for_no_load(scene: Scene, slow: str) -> None:
         go_on.set()
     await scene.follower.wait_until_settled()
     assert scene.held == [A] and scene.follower.epoch == 3 and scene.follower.stale_reason is None
+
+
+async def test_a_policy_that_changes_under_a_running_service_is_noticed_within_half_a_minute(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(scene.refresher, "_monotonic_clock", clock)
+    await scene.publish(pointer(A, 1))
+    await scene.refresher.send_heartbeat()
+    scene.redis.policy = "allkeys-lru"
+
+    reasons = []
+    for _ in range(2):
+        await scene.refresher.send_heartbeat()
+        reasons.append(scene.follower.stale_reason)
+        clock.tick(30)
+
+    assert reasons == [None, "eviction_policy"]
 
 
 async def test_a_redis_that_may_evict_pages_is_noticed_whenever_it_comes_back(
