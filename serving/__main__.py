@@ -169,9 +169,7 @@ def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
         )
         return False
     except (redis.RedisError, RedisClusterException) as error:
-        log.warning(
-            "Redis does not answer (%s): starting from the newest release", describe_connection_error(error)
-        )  # fmt: skip
+        log.warning("Redis does not answer (%s): starting from the newest release", describe_connection_error(error))
         return False
     finally:
         client.close()

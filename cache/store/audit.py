@@ -21,7 +21,7 @@ import orjson
 from cache.errors import Conflict, LarderError, mask_secrets
 from cache.store.artefacts import ArtefactStore
 from cache.store.object_store import without_secrets
-from cache.store.write_once import pack_files, read_files
+from cache.store.write_once import missing_numbers, pack_files, read_files
 
 AuditedAction = Literal[
     "publish", "roll_back", "adopt", "override", "block", "unblock", "erase", "forget", "declare_gone",
@@ -128,9 +128,9 @@ def audit_records(store: ArtefactStore) -> list[AuditRecord]:
         file_names,
         [file_name for file_name in sorted(file_names) if _AUDIT_FILE_PATTERN.fullmatch(file_name)],
     )
-    records = [
-        _parse_record(content_by_name, number) for number in range(1, max(_record_numbers(file_names), default=0) + 1)
-    ]
+    recorded_numbers = set(_record_numbers(file_names))
+    all_numbers = sorted({*recorded_numbers, *missing_numbers(recorded_numbers)})
+    records = [_parse_record(content_by_name, number) for number in all_numbers]
     pack_files(store, _AUDIT_FOLDER, {name: content_by_name[name] for name in unpacked_names})
     return records
 

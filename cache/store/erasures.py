@@ -16,9 +16,9 @@ from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from cache.formats import ERASURE, FORMAT_FIELD, demand_readable, version_of, version_stamp
 from cache.store.artefacts import ArtefactStore
-from cache.store.audit import audit_records
+from cache.store.audit import AuditRecord, audit_records
 from cache.store.blocklist import Blocklist, latest_blocklist
-from cache.store.write_once import pack_files, read_files
+from cache.store.write_once import missing_numbers, pack_files, read_files
 
 WRITE_TRIES_MAX = 16
 
@@ -79,26 +79,28 @@ def all_erasures(store: ArtefactStore, *, accepts_lost: bool = False, should_pac
     for _ in range(LIST_TRIES):
         file_names = frozenset(store.names(ERASURES_FOLDER))
         present_names = [file_name for file_name in sorted(file_names) if _FILE_NAME_PATTERN.fullmatch(file_name)]
-        newest_number = max((int(name.partition(".")[0]) for name in present_names), default=0)
-        request_names = [f"{number:012d}.json" for number in range(1, newest_number + 1)]
+        present_numbers = {int(file_name.partition(".")[0]) for file_name in present_names}
+        numbers = sorted({*present_numbers, *missing_numbers(present_numbers)})
         # A request that is not there may be in a pack.
         content_by_name, unpacked_names = read_files(
-            store, ERASURES_FOLDER, file_names, sorted({*present_names, *request_names})
+            store, ERASURES_FOLDER, file_names, sorted({*present_names, *map(_request_name, numbers)})
         )
         lost_names = [
-            name
-            for name in request_names
-            if name not in content_by_name and f"{name.removesuffix('json')}forgotten" not in file_names
+            _request_name(number)
+            for number in numbers
+            if _request_name(number) not in content_by_name and f"{number:012d}.forgotten" not in file_names
         ]
         if accepts_lost or not lost_names:
             break
         # A listing of a growing folder may show the newer of two files without the older one.
     else:
-        path = f"{ERASURES_FOLDER}/{lost_names[0]}"
-        raise CorruptArtefact(f"{path} in {store.url} is missing, although later records exist: {_PUT_BACK_ADVICE}")
+        raise CorruptArtefact(
+            f"{ERASURES_FOLDER}/{lost_names[0]} in {store.url} is missing, although {present_names[-1]} is there: "
+            f"{_PUT_BACK_ADVICE}"
+        )
     erasures = []
-    for number, name in enumerate(request_names, start=1):
-        if name not in content_by_name:
+    for number in numbers:
+        if _request_name(number) not in content_by_name:
             continue
         erasure = _parse_erasure(content_by_name, number)
         if (closing_record := _parse_closing_record(content_by_name, number, "done", file_names)) is not None:
@@ -113,9 +115,12 @@ def all_erasures(store: ArtefactStore, *, accepts_lost: bool = False, should_pac
 
 def demand_no_lost_erasure(store: ArtefactStore) -> None:
     """Raise CorruptArtefact if the store lost an erasure: one before others, or one that the audit log has."""
-    newest_number = max((erasure.number for erasure in all_erasures(store)), default=0)
-    audited_number = _newest_audited(store, ("erase",), "number")
-    if audited_number > newest_number:
+    _demand_audited_erasures(store, all_erasures(store), audit_records(store))
+
+
+def _demand_audited_erasures(store: ArtefactStore, erasures: Sequence[Erasure], audit: Sequence[AuditRecord]) -> None:
+    audited_number = _newest_audited(audit, ("erase",), "number")
+    if audited_number > max((erasure.number for erasure in erasures), default=0):
         raise CorruptArtefact(
             f"{_erasure_path(audited_number, 'json')} in {store.url} is missing, although the audit log has its "
             f"erasure: {_PUT_BACK_ADVICE}"
@@ -124,16 +129,17 @@ def demand_no_lost_erasure(store: ArtefactStore) -> None:
 
 def lost_records_problems(store: ArtefactStore) -> list[str]:
     """Return the problems that the store lost erasures, or versions of the blocklist; empty if it lost none."""
-    problems, blocklist = [], latest_blocklist(store)
+    problems, blocklist, audit = list[str](), latest_blocklist(store), audit_records(store)
+    unblocked_erasures: list[Erasure] = []
     try:
-        demand_no_lost_erasure(store)
+        erasures = all_erasures(store)
+        _demand_audited_erasures(store, erasures, audit)
         unblocked_erasures = [
-            erasure for erasure in all_erasures(store) if erasure.is_in_force and not erasure.is_blocked_by(blocklist)
+            erasure for erasure in erasures if erasure.is_in_force and not erasure.is_blocked_by(blocklist)
         ]
     except CorruptArtefact as error:
         problems.append(error.message)
-        unblocked_erasures = []
-    audited_version = _newest_audited(store, ("block", "unblock"), "version")
+    audited_version = _newest_audited(audit, ("block", "unblock"), "version")
     if audited_version > blocklist.version:
         problems.append(
             f"the newest version of the blocklist in {store.url} is {blocklist.version}, the audit log has "
@@ -150,9 +156,9 @@ def lost_records_problems(store: ArtefactStore) -> list[str]:
     return problems
 
 
-def _newest_audited(store: ArtefactStore, actions: Collection[str], finding_name: str) -> int:
+def _newest_audited(audit: Sequence[AuditRecord], actions: Collection[str], finding_name: str) -> int:
     """Return the largest number that these actions noted in the audit log under this name; 0 without one."""
-    findings = [record.found.get(finding_name) for record in audit_records(store) if record.action in actions]
+    findings = [record.found.get(finding_name) for record in audit if record.action in actions]
     return max((finding for finding in findings if isinstance(finding, int)), default=0)
 
 
@@ -240,6 +246,10 @@ def _parse_json_file(content_by_name: Mapping[str, bytes], path: str) -> dict[st
 
 def _to_json_bytes(document: dict[str, Any]) -> bytes:
     return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _request_name(erasure_number: int) -> str:
+    return f"{erasure_number:012d}.json"
 
 
 def _erasure_path(erasure_number: int, file_suffix: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,9 @@ from cache.store.artefacts import ArtefactStore
 
 WRITE_TRIES_MAX = 16
 """Number of attempts at a change while other writers succeed first."""
+
+MISSING_NUMBERS_MAX = 1_000
+"""Number of missing files up to which they are looked for, or listed."""
 
 PACKED_FILES_MIN = 100
 """Number of files outside any pack from which on a reader of all files writes a pack."""
@@ -83,6 +87,16 @@ class Versions(Generic[Value]):
     def path(self, version: int) -> str:
         """Return the path of a version in the store."""
         return f"{self.folder}/{version:012d}.json"
+
+
+def missing_numbers(numbers: Collection[int]) -> list[int]:
+    """Return the smallest numbers from 1 to the largest of these that are not among them, MISSING_NUMBERS_MAX at most.
+
+    Bounded, since a stray file may have any number in its name.
+    """
+    known_numbers = set(numbers)
+    absent_numbers = (number for number in range(1, max(known_numbers, default=0)) if number not in known_numbers)
+    return list(itertools.islice(absent_numbers, MISSING_NUMBERS_MAX))
 
 
 def read_files(

@@ -1,15 +1,17 @@
 """Reading a long history: as few requests after years as after weeks, and the files themselves stay the truth."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
+from cache.store.audit import audit_records, audited
 from cache.store.erasures import all_erasures, mark_done, request_erasure
 from cache.store.releases import Release, all_releases, done_path, intent_path
-from cache.store.write_once import PACKED_FILES_MIN
+from cache.store.write_once import MISSING_NUMBERS_MAX, PACKED_FILES_MIN
 from precompute.erasure.erasing import begin_erasing
 from precompute.releases.release_log import Releases
 from tests.object_stores import Counting, requests, store_of
@@ -142,3 +144,19 @@ def test_marks_written_after_a_pack_are_seen(tmp_path):
     assert mark_done(store, erasures[3], done_at=9.0) == all_erasures(store)[3]
 
     assert [erasure.number for erasure in all_erasures(store) if erasure.done_at == 9.0] == [4]
+
+
+def test_a_stray_file_with_a_huge_number_is_refused_or_passed_over_at_once(tmp_path: Path) -> None:
+    store = ArtefactStore(str(tmp_path / "store"))
+    request_erasure(store, b"u1", "user", requested_at=1.0)
+    with audited(store, "block", "item i1"):
+        pass
+    for folder in ("erasures", "audit"):
+        store.write(f"{folder}/202612010000.json", b"{}")
+
+    with pytest.raises(CorruptArtefact, match=r"000000000002\.json .* although 202612010000\.json is there"):
+        all_erasures(store)
+    records = audit_records(store)
+
+    assert len(records) == 2 + MISSING_NUMBERS_MAX
+    assert [record.outcome for record in records[:2]] == ["done", "missing"]
