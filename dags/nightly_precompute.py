@@ -84,7 +84,7 @@ FINAL_RULE = RetryRule(
 
 def run_step(step_name: str, *arguments: Any, **named_arguments: Any) -> dict[str, Any]:
     """Run a step of `precompute.steps` and return its result; imported here so that parsing DAGs does not load it."""
-    from cache.control.own_store import demand_own_store
+    from cache.control.store_problems import demand_own_store
     from precompute.builds.night_failure import forget_failure, note_failure_of_step
     from precompute.config.settings import night_config
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from cache.control.own_store import demand_own_store
+from cache.control.store_problems import demand_own_store
 from cache.errors import LarderError
 from cache.process.command_line import interrupts_never_swallowed, json_text
 from precompute.cli.parser import PROG, build_command_parser

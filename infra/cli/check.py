@@ -304,7 +304,6 @@ def check_bundle(config: "NightConfig") -> CheckResult:
         return "ok", f"each night makes it from {config.sources.item_vectors}"
     bundle_folder = config.path(config.bundle)
     demand_finished_import(bundle_folder)
-    handovers = all_handovers(config.store())
     if not bundle_folder.exists():
         with preview_chosen_bundle(config) as handed_over_bundle:
             if handed_over_bundle is None:
@@ -314,7 +313,7 @@ def check_bundle(config: "NightConfig") -> CheckResult:
             return "ok", f"{handed_over_bundle.digest[:12]}, handed over to the store"
     bundle = Bundle.open(bundle_folder)
     _demand_fit(config, bundle)
-    if is_superseded(bundle.digest, handovers):
+    if is_superseded(bundle.digest, handovers := all_handovers(config.store())):
         return "to do", (
             f"{bundle_folder} holds {bundle.digest[:12]}, but nights use {handovers[-1].bundle_digest[:12]}, which "
             f"followed it: run `larder hand-over {bundle_folder}` for this one, or remove the folder"
@@ -614,13 +613,13 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
 
 def check_store(config: "NightConfig") -> CheckResult:
     """Check that Redis has the pointer of this artefact store, and that it can create files exclusively."""
-    from cache.control.own_store import namespace_problems, unwritable_store_problem
+    from cache.control.store_problems import namespace_problems, unwritable_store_problem
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
     server_url = config.redis_url or (running_redis.url if running_redis else None)
     store = config.store()
-    if problems := namespace_problems(config, server_url, REDIS_TIMEOUT_S, is_own=config.redis_url is None):
+    if problems := namespace_problems(config, server_url, REDIS_TIMEOUT_S, is_own=not config.redis_url):
         return "to do", "; ".join(problems)
     if not missing_extra("the check of a night", "precompute", *PRECOMPUTE_MODULES):  # the service only reads
         from precompute.planning.next_night import night_problems

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
-from cache.control.own_store import (
+from cache.control.states import GenerationState, Ledger, fold_releases
+from cache.control.store_problems import (
     UNREAD_BLOCKLIST_PROBLEM,
     full_store_problem,
     generation_files_problems,
@@ -22,7 +23,6 @@ from cache.control.own_store import (
     unreadable_night_problem,
     unwritable_store_problem,
 )
-from cache.control.states import GenerationState, Ledger, fold_releases
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server

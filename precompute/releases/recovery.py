@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from cache.control.control_keys import RegistryRow
-from cache.control.own_store import missing_records_text, older_store_remarks
 from cache.control.states import UNFINISHED_STATES, GenerationState, Ledger, fold_releases
+from cache.control.store_problems import missing_records_text, older_store_remarks
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
 from cache.format.manifest import GENERATION_PATTERN
 from cache.l2.errors import translate_redis_errors

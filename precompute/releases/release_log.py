@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.own_store import pointer_problem, unexplained_pointer_message
 from cache.control.states import TRANSITIONS, UNFINISHED_STATES, GenerationState, Ledger, demand_allowed, fold_releases
+from cache.control.store_problems import pointer_problem, unexplained_pointer_message
 from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path

@@ -98,7 +98,7 @@ def _demand_own_store(config: "ServingConfig") -> None:
 
     Not called for `revoke`: nothing may delay or prevent a revocation.
     """
-    from cache.control.own_store import demand_own_store
+    from cache.control.store_problems import demand_own_store
 
     demand_own_store(config, config.redis_url, _REDIS_TIMEOUT_S)
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from cache.control.own_store import full_store_problem, generation_files_problems, unexplained_pointer_problem
+from cache.control.store_problems import full_store_problem, generation_files_problems, unexplained_pointer_problem
 from cache.errors import CorruptArtefact, LarderError, TierUnavailable, mask_secrets
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore

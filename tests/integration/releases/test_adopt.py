@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from cache.control.control_keys import RegistryRow
-from cache.control.own_store import demand_own_store
 from cache.control.states import GenerationState
+from cache.control.store_problems import demand_own_store
 from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
 from cache.store.audit import audit_records
 from cache.store.blocklist import change_blocklist

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cache.control import own_store
-from cache.control.own_store import full_store_problem
+from cache.control import store_problems
+from cache.control.store_problems import full_store_problem
 from cache.store.artefacts import ArtefactStore
 
 
@@ -15,7 +15,7 @@ from cache.store.artefacts import ArtefactStore
 def test_a_full_disk_under_the_store_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, is_full: bool
 ) -> None:
-    monkeypatch.setattr(own_store, "disk_free_bytes", lambda _folder: free_bytes)
+    monkeypatch.setattr(store_problems, "disk_free_bytes", lambda _folder: free_bytes)
 
     problem = full_store_problem(ArtefactStore(str(tmp_path)))
 
@@ -25,7 +25,7 @@ def test_a_full_disk_under_the_store_is_a_problem(
 
 
 def test_a_file_system_that_is_mounted_read_only_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_store, "disk_free_bytes", lambda _folder: 0)
+    monkeypatch.setattr(store_problems, "disk_free_bytes", lambda _folder: 0)
     monkeypatch.setattr(os, "statvfs", lambda _folder: SimpleNamespace(f_flag=os.ST_RDONLY))
 
     assert full_store_problem(ArtefactStore(str(tmp_path))) is None
