@@ -150,6 +150,9 @@ def _error_sentence(first_error: ErrorDetails, setting_name: str, section_class:
     if setting_name not in field_by_name:
         close_names = difflib.get_close_matches(setting_name, field_by_name, n=1)
         question = f" did you mean {close_names[0]}?" if close_names else ""
+        # A hundred names would bury the one that was meant.
+        if close_names and len(field_by_name) > 20:
+            return f"unknown setting {setting_name!r};{question}"
         return f"unknown setting {setting_name!r};{question} known are {', '.join(sorted(field_by_name))}"
     field, wrong_value = field_by_name[setting_name], first_error["input"]
     match first_error["type"]:

@@ -18,7 +18,7 @@ def written(folder: Path, text: str) -> dict[str, str]:
     ("text", "variables", "message_pattern"),
     [
         ("[serving]\nport = 70000", {}, r"larder.toml \[serving\]: port must be 0 to 65,535, not 70,000: Port to bind"),
-        ("[serving]\nprot = 1", {}, r"larder.toml \[serving\]: unknown setting 'prot'; did you mean port\? known"),
+        ("[serving]\nprot = 1", {}, r"larder.toml \[serving\]: unknown setting 'prot'; did you mean port\?$"),
         ('[serving]\nlog = "xml"', {}, r"\[serving\]: log must be text or json, not 'xml'"),
         ('[serving]\nworkers = "2"', {}, r"\[serving\]: workers must be a whole number, not '2'"),
         ("namespace = 5", {}, r"larder.toml: namespace must be a string, not 5"),
