@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cache.control.control_keys import Control, Replica, demand_readers_of_night
 from cache.control.states import fold_releases
-from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, TierUnavailable
+from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, StoreError, TierUnavailable
 from cache.l2.sync_clients import connect
 from cache.process.host import disk_free_bytes
 from cache.store.artefacts import ArtefactStore, find_lost_files
@@ -182,6 +182,11 @@ def generation_files_problems(store: ArtefactStore, history: Sequence[Release]) 
                 f"{error.message}; {generation} is {consequence}; put the manifest back from a copy of the store, or "
                 "run `larder night`"
             )
+            continue
+        except StoreError as error:
+            if store.local_folder is None:  # a remote store may answer the next time
+                raise
+            problems.append(f"{error.message}; {generation} is {consequence}; correct the permissions")
             continue
         if lost_paths:
             problems.append(

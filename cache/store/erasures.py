@@ -5,13 +5,13 @@ existing generations or in later sources.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from cache.errors import Conflict, CorruptArtefact
+from cache.errors import Conflict, CorruptArtefact, LarderError
 from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from cache.formats import ERASURE, FORMAT_FIELD, demand_readable, version_of, version_stamp
@@ -34,6 +34,8 @@ _PUT_BACK_ADVICE = (
 )
 
 ERASURES_FOLDER = "erasures"
+
+Result = TypeVar("Result")
 
 _FILE_NAME_PATTERN = re.compile(r"[0-9]{12}\.(json|done|forgotten)")
 
@@ -128,17 +130,18 @@ def _demand_audited_erasures(store: ArtefactStore, erasures: Sequence[Erasure], 
 
 
 def lost_records_problems(store: ArtefactStore) -> list[str]:
-    """Return the problems that the store lost erasures, or versions of the blocklist; empty if it lost none."""
-    problems, blocklist, audit = list[str](), latest_blocklist(store), audit_records(store)
-    unblocked_erasures: list[Erasure] = []
-    try:
-        erasures = all_erasures(store)
-        _demand_audited_erasures(store, erasures, audit)
-        unblocked_erasures = [
-            erasure for erasure in erasures if erasure.is_in_force and not erasure.is_blocked_by(blocklist)
-        ]
-    except CorruptArtefact as error:
-        problems.append(error.message)
+    """Return the problems that erasures, blocklist or audit log cannot be read, or lost records; empty without one."""
+    problems = list[str]()
+    audit = _read_or_note(lambda: audit_records(store), problems) or []
+    blocklist = _read_or_note(lambda: latest_blocklist(store), problems)
+    erasures = _read_or_note(lambda: all_erasures(store), problems)
+    if erasures is not None:
+        _read_or_note(lambda: _demand_audited_erasures(store, erasures, audit), problems)
+    if blocklist is None:
+        return problems
+    unblocked_erasures = [
+        erasure for erasure in erasures or () if erasure.is_in_force and not erasure.is_blocked_by(blocklist)
+    ]
     audited_version = _newest_audited(audit, ("block", "unblock"), "version")
     if audited_version > blocklist.version:
         problems.append(
@@ -154,6 +157,15 @@ def lost_records_problems(store: ArtefactStore) -> list[str]:
             "folder back from a copy of the store, or block them again with `larder erase ID` (an item: `--as item`)"
         )
     return problems
+
+
+def _read_or_note(read: Callable[[], Result], problems: list[str]) -> Result | None:
+    """Return what is read; if that fails, add the error to the problems and return None."""
+    try:
+        return read()
+    except LarderError as error:
+        problems.append(error.message)
+        return None
 
 
 def _newest_audited(audit: Sequence[AuditRecord], actions: Collection[str], finding_name: str) -> int:

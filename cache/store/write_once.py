@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import orjson
 
-from cache.errors import Conflict, LarderError
+from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownFormat
 from cache.store.artefacts import ArtefactStore
 
 WRITE_TRIES_MAX = 16
@@ -63,10 +63,20 @@ class Versions(Generic[Value]):
         return max(self.list_numbers(store), default=0)
 
     def latest(self, store: ArtefactStore) -> Value:
-        """Return the version in force."""
+        """Return the version in force; raise CorruptArtefact, which names its file, if it cannot be parsed."""
         version = self.read_newest_number(store)
         version_bytes = store.read(self.path(version)) if version else None
-        return self.first_value if version_bytes is None else self.parse(version_bytes)
+        if version_bytes is None:
+            return self.first_value
+        try:
+            return self.parse(version_bytes)
+        except UnknownFormat:
+            raise
+        except CorruptArtefact as error:
+            raise CorruptArtefact(
+                f"{self.path(version)} in {store.url} is {error.message}: put the file back from a copy of the store; "
+                "without one, remove it, and repeat the changes that `larder audit` lists last"
+            ) from error
 
     def change(self, store: ArtefactStore, change: Callable[[Value], Value]) -> Value:
         """Apply `change` to the newest version and write the result as the next version.

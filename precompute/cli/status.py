@@ -1,5 +1,6 @@
 """Command `status`: the state of one namespace in store, Redis and replicas, as a report and a table."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from cache.control.store_problems import (
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server
-from cache.store.artefacts import generation_path, read_manifest
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.erasures import all_erasures, lost_records_problems
 from cache.store.night_failure import NightFailure, last_failure
@@ -215,14 +216,24 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "schedule": schedule,
         "replicas": [_replica_fields(replica) for replica in namespace_state.replicas],
         "silent_replicas": namespace_state.silent_replicas,
-        "blocklist_version": latest_blocklist(store).version,
-        "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store, accepts_lost=True)),
+        **_count_records(store),
         "events": events_status(config, generations),
     }
     problems = _list_problems(config, namespace_status, namespace_state)
     if not has_settings and namespace_state.live_generation is None and not generations:
         problems = [NO_SETTINGS_TEXT]
     return namespace_status | {"well": not problems, "problems": problems}
+
+
+def _count_records(store: ArtefactStore) -> dict[str, int | None]:
+    """Return the version of the blocklist and the number of pending erasures; null for those that cannot be read."""
+    records_status = dict[str, int | None].fromkeys(("blocklist_version", "erasures_pending"))
+    with contextlib.suppress(LarderError):  # `lost_records_problems` says so
+        records_status["blocklist_version"] = latest_blocklist(store).version
+    with contextlib.suppress(LarderError):
+        erasures = all_erasures(store, accepts_lost=True)
+        records_status["erasures_pending"] = sum(erasure.is_pending for erasure in erasures)
+    return records_status
 
 
 def _published_at_text(namespace_state: NamespaceState) -> str | None:
@@ -242,7 +253,7 @@ def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, A
         bundle_digest = read_manifest(store, live_generation).bundle_digest
         raw_description = store.read(generation_path(live_generation, "bundle/bundle.json"))
         bundle_name = None if raw_description is None else str(orjson.loads(raw_description).get("name"))
-    except (LarderError, orjson.JSONDecodeError):
+    except (LarderError, orjson.JSONDecodeError, AttributeError):  # damaged: `generation_files_problems` says so
         return None
     bundle_import = find_import(config.path(config.bundle).parent, bundle_digest)
     return {
@@ -317,7 +328,8 @@ def _list_problems(
             )
     problems += [problem for problem in (full_store_problem(store), unwritable_store_problem(store)) if problem]
     blocklist_version = namespace_status["blocklist_version"]
-    if ahead := replicas_ahead(namespace_state.replicas, blocklist_version):
+    ahead = [] if blocklist_version is None else replicas_ahead(namespace_state.replicas, blocklist_version)
+    if ahead:
         problems.append(older_store_message(ahead, blocklist_version, store.url))
     for replica in namespace_state.replicas:
         for reason in replica.stale_reasons:
@@ -555,6 +567,10 @@ def _detail_lines(namespace_status: Mapping[str, Any]) -> list[str]:
         if redis["state"] == REDIS_REACHABLE
         else "replicas not counted, since their heartbeats are in Redis"
     )
-    detail_lines.append(f"{replicas_text}, blocklist version {namespace_status['blocklist_version']}")
-    detail_lines.append(f"{namespace_status['erasures_pending']} erasures pending (erase --list)")
+    blocklist_version, pending_count = (namespace_status[name] for name in ("blocklist_version", "erasures_pending"))
+    blocklist_text = "not readable" if blocklist_version is None else f"version {blocklist_version}"
+    detail_lines.append(f"{replicas_text}, blocklist {blocklist_text}")
+    detail_lines.append(
+        "erasures not readable" if pending_count is None else f"{pending_count} erasures pending (erase --list)"
+    )
     return detail_lines

@@ -20,7 +20,7 @@ from cache.process.redis_server import RedisServer
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.erasures import all_erasures
 from infra.cli import check
-from precompute.cli.status import read_state, report_status
+from precompute.cli.status import read_state, render_status, report_status
 from precompute.config.settings import NightConfig
 from precompute.events.files import TakenFile, encode_events
 from precompute.events.status import event_problems
@@ -418,6 +418,53 @@ def erase(config: NightConfig, *words: str) -> int:
 def run_command(config: NightConfig, *words: str) -> int:
     """Run a command of nights with these settings; return its exit code."""
     return shell(*words, environ=environment(config)).returncode
+
+
+@pytest.mark.parametrize(
+    ("path", "damage"),
+    [
+        ("audit/000000000001.json", "a folder"),
+        ("blocklist/000000000001.json", "a folder"),
+        ("blocklist/000000000001.json", "garbage"),
+        ("erasures/000000000001.json", "a folder"),
+        ("erasures/000000000001.json", "garbage"),
+        ("generations/LIVE/manifest.json", "a folder"),
+        ("generations/LIVE/manifest.json", "garbage"),
+    ],
+)
+def test_a_damaged_record_is_named_and_leaves_the_rest_of_status(published: Published, path: str, damage: str) -> None:
+    # given a record of each kind, one of them damaged
+    erase(published.config, "u1")
+    damage_file(published, path, damage)
+
+    # when status is read
+    with beating(published.config):
+        namespace_status = report_status(published.config, read_state(published.config))
+
+    # then the damaged file or its generation is named, and all that can be read is there
+    name = path if "LIVE" not in path else published.live
+    assert any(name in problem for problem in namespace_status["problems"]), namespace_status["problems"]
+    assert (namespace_status["blocklist_version"] is None) == path.startswith("blocklist/")
+    assert (namespace_status["erasures_pending"] is None) == path.startswith("erasures/")
+    assert f"live: {published.live}" in "\n".join(map(str, render_status(namespace_status)))
+
+
+def test_a_bundle_without_fields_leaves_the_rest_of_status(published: Published) -> None:
+    damage_file(published, "generations/LIVE/bundle/bundle.json", "[1]")
+
+    namespace_status = report_status(published.config, read_state(published.config))
+
+    assert namespace_status["live"] == published.live and namespace_status["model"] is None
+
+
+def damage_file(published: Published, path: str, damage: str) -> None:
+    """Put a folder or other bytes in the place of a file of the store."""
+    file = published.config.store().local(path.replace("LIVE", published.live))
+    file.unlink()
+    if damage == "a folder":
+        file.mkdir()
+    else:
+        file.write_text(damage)
 
 
 @pytest.fixture
