@@ -165,7 +165,7 @@ class EventOverview:
         }
 
     def problem(self) -> str | None:
-        """Return why events are not accepted, or since when they are not counted; None if all is well."""
+        """Return why events are not accepted, not counted, or lost; None if all is well."""
         redis, counts, lag_s = self.intake.redis, self.intake.counts, self.follower.lag_s()
         if counts.write_refusal is not None:
             return counts.write_refusal.public_message
@@ -178,6 +178,12 @@ class EventOverview:
             )
         if lag_s > PROBLEM_LAG_S:
             return f"it has not counted the newest ones for {lag_s:.0f} s"
+        if (lost_since := self.follower.lost_since()) is not None:
+            return (
+                f"their Redis came back without events that were accepted after position {lost_since}: answers count "
+                "them until the next night, which lacks them; send again what was accepted since, and see that this "
+                "Redis keeps its files (appendonly yes)"
+            )
         return None
 
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from cache.errors import CorruptArtefact, LarderError
 from cache.events.event import Event
@@ -94,6 +94,9 @@ class EventFollower:
         # Built once per blocklist: 6 ms for 100,000 entries.
         self._blocked_owners, self._unblocked_owners = _EventOwners(), _EventOwners()
         self._is_at_end, self._caught_up_at = False, 0.0
+        self._entries_added = 0
+        self._lost_until_number = 0
+        """Newest counted event that Redis came back without; 0 if it lost none."""
 
     async def run(self) -> None:
         """Follow the stream; reconnect after errors of Redis. Any other exception ends the follower."""
@@ -128,9 +131,31 @@ class EventFollower:
             asked_at = self._monotonic_clock()
             seconds, microseconds = await client.time()
             self._clock.set(seconds + microseconds / 1e6, asked_at)
+            await self._note_lost_events(client)
             yield client
         finally:
             await client.aclose()
+
+    async def _note_lost_events(self, client: Redis) -> None:
+        """Note the newest counted event if the stream ends before it, or began again since the last connection."""
+        try:
+            stream_fields: dict[str, Any] = await client.xinfo_stream(self._stream_key)
+        except NoPermissionError:
+            return
+        except ResponseError:  # no such key
+            stream_fields = {}
+        stream_end = Position.parse(stream_fields.get("last-generated-id", str(STREAM_BEGINNING)))
+        entries_added = int(stream_fields.get("entries-added", 0))  # 0 before Redis 7
+        counted_number = self.newer_events.users.last_number
+        if stream_end.number < counted_number or entries_added < self._entries_added:
+            self._lost_until_number = counted_number
+        self._entries_added = entries_added
+
+    def lost_since(self) -> Position | None:
+        """Return the end of the live generation's events if Redis lost some behind it; None if it lost none."""
+        served = self._holder.served
+        published_number = max(_until_position_numbers(served.snapshots), default=0) if served else 0
+        return Position.from_number(published_number) if self._lost_until_number > published_number else None
 
     async def step(self, client: Redis, wait_ms: int | None = None) -> bool:
         """Add new events, waiting up to `wait_ms` for one; return False if there is nothing to follow, or no room."""

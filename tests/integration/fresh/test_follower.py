@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 
 from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
-from cache.format.stream_position import STREAM_BEGINNING
+from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
 from serving.events.follower import EVENTS_BEHIND, EventMetrics
@@ -185,3 +185,43 @@ async def test_an_outage_leaves_the_known_events_and_is_reported(own_redis: Redi
 
     assert stream.items("u") == [b"a"]
     stream.client.close()
+
+
+@pytest.mark.parametrize("has_later_events", [False, True])
+async def test_a_redis_that_came_back_without_counted_events_is_told_until_a_night_is_live(
+    stream: Stream, has_later_events: bool
+) -> None:
+    # given events that were counted after the newest night
+    last_of_night = stream.click("u", "a")
+    stream.hold_generations(last_of_night)
+    for item in ("b", "c", "d"):
+        newest_position = stream.click("u", item)
+    await stream.steps()
+    await stream.steps()
+    assert stream.follower.lost_since() is None
+
+    # when Redis comes back without the stream, perhaps after another replica accepted an event
+    stream.client.delete(stream.keyspace.events)
+    if has_later_events:
+        stream.client.xadd(stream.keyspace.events, {"e": b""}, id=f"{newest_position.ms + 1}-0")
+    await stream.steps()
+
+    # then that is told until a night has later events
+    assert stream.follower.lost_since() == last_of_night
+    stream.hold_generations(Position(newest_position.ms + 2, 0))
+    assert stream.follower.lost_since() is None
+
+
+async def test_a_stream_that_nights_trimmed_or_that_was_lost_before_the_first_event_has_lost_nothing(
+    stream: Stream,
+) -> None:
+    stream.hold_generations(Position(1_700_000_000_000, 0))
+    await stream.steps()
+    assert stream.follower.lost_since() is None
+
+    stream.click("u")
+    await stream.steps()
+    stream.client.xtrim(stream.keyspace.events, maxlen=0)
+    await stream.steps()
+
+    assert stream.follower.lost_since() is None

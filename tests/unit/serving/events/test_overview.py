@@ -29,7 +29,7 @@ def overview(persistence: str | None, published_until: str | None, *, is_held: b
     users = type("Users", (list,), {"last_number": Position(20, 1).number})([1, 2, 3])
     follower = SimpleNamespace(
         newer_events=SimpleNamespace(users=users, size_bytes=900),
-        lag_s=lambda: 0.12345, held_bytes_max=1_000,
+        lag_s=lambda: 0.12345, lost_since=lambda: None, held_bytes_max=1_000,
     )  # fmt: skip
     intake = SimpleNamespace(
         redis=SimpleNamespace(
@@ -49,6 +49,15 @@ def test_a_worker_tells_all_that_is_shown_of_several() -> None:
     assert (worker_row["held_bytes"], worker_row["held_max_bytes"]) == (900, 1_000)
     assert (worker_row["durability"], worker_row["demanded"]) == ("everysec", "always")
     assert (worker_row["counted_until"], worker_row["published_until"]) == ("20-1", "10-0")
+
+
+def test_a_worker_tells_events_that_their_redis_lost() -> None:
+    worker = overview("everysec", "10-0")
+    assert worker.problem() is None
+
+    cast(Any, worker.follower).lost_since = lambda: Position(10, 0)
+
+    assert "without events that were accepted after position 10-0" in str(worker.problem())
 
 
 @pytest.mark.parametrize(("published_until", "is_held"), [(None, True), ("10-0", False)])
