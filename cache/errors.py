@@ -126,3 +126,8 @@ class UnknownGeneration(LarderError):
     """This replica or host does not hold the generation."""
 
     code = "generation_gone"
+
+
+def traceback_of(error: BaseException) -> BaseException | None:
+    """Return a log line's `exc_info`: None for errors of Larder or of the operating system, whose text is enough."""
+    return None if isinstance(error, LarderError | OSError) else error

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import InvalidInput, LarderError
+from cache.errors import InvalidInput, LarderError, traceback_of
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Artefact, Manifest, Model, Table
 from cache.model.candidate_search import ListSearch, RankedLists, Searcher
@@ -306,7 +306,7 @@ def open_predictor(
             predictor = open_on(None)
             fallback_reason = f"the models failed on {accelerator.provider} ({type(error).__name__}, see the log)"
     except Exception as error:  # stored answers must work without a model
-        log.exception("generation %s has no working model", manifest.generation)
+        log.error("generation %s has no working model: %s", manifest.generation, error, exc_info=traceback_of(error))
         return None, _error_text(error), None
     if fallback_reason is not None:
         log.warning("generation %s: live models run on the processor: %s", manifest.generation, fallback_reason)
@@ -322,7 +322,10 @@ def open_event_models(
             fetch_checked(store, manifest.generation, artefact)
         return open_models(), None
     except Exception as error:  # stored answers must work without a model
-        log.exception("generation %s has no working model for newer events", manifest.generation)
+        log.error(
+            "generation %s has no working model for newer events: %s",
+            manifest.generation, error, exc_info=traceback_of(error),
+        )  # fmt: skip
         return fallback_models, _error_text(error)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cache.errors import LarderError, mask_secrets
+from cache.errors import mask_secrets, traceback_of
 
 FAILING_AFTER_FAILURES: Final = 3
 """Number of consecutive failures from which on a loop counts as failing."""
@@ -119,11 +119,10 @@ class BackgroundLoops:
         loop.last_error = mask_secrets(str(error)) or type(error).__name__
         # Log only the 1st, 2nd, 4th, 8th failure and so on: a loop that fails every second must not fill the log.
         if not loop.failures_in_a_row & (loop.failures_in_a_row - 1):
-            # Larder's own errors need no traceback.
             log.error(
                 "background loop %s failed (%d in a row); it runs again in %.2f s: %s",
                 loop.name, loop.failures_in_a_row, pause_s(loop.failures_in_a_row), loop.last_error,
-                exc_info=None if isinstance(error, LarderError) else error,
+                exc_info=traceback_of(error),
             )  # fmt: skip
         if loop.failures_in_a_row == FAILING_AFTER_FAILURES:
             self.on_change()

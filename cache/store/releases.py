@@ -221,6 +221,8 @@ def _list_releases(
     numbers = sorted(
         int(intent_match[1]) for file_name in file_names if (intent_match := _INTENT_FILE_PATTERN.fullmatch(file_name))
     )
+    for vanished_number in release_by_number.keys() - set(numbers):  # an older copy of the store may reuse its number
+        del release_by_number[vanished_number]
     name_by_number = {number: f"{number}.json" for number in numbers if number not in release_by_number}
     content_by_name, unpacked_names = read_files(store, "releases", file_names, list(name_by_number.values()))
     records: list[Release] = []

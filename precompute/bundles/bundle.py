@@ -136,6 +136,8 @@ class Bundle:
             description = orjson.loads(description_bytes)
         except (OSError, orjson.JSONDecodeError) as error:
             raise BundleError(f"{path} holds no readable {BUNDLE_FILE}: {error}") from error
+        if not isinstance(description, dict):
+            raise BundleError(f"{path} holds no readable {BUNDLE_FILE}: it must be a JSON object")
         if (reason := unreadable_reason(BUNDLE, description.get("format"), BUNDLE_FILE)) is not None:
             raise BundleError(reason)
         try:

@@ -300,17 +300,15 @@ def _list_problems(
         problems += _no_replica_problems(namespace_state)
     if schedule["missing"] and namespace_state.live_generation is not None:
         problems.append(f"the generation of {schedule['due']} is missing: the live one is older")
+    stays_clause = "" if namespace_state.live_generation is None else "; the live generation stays"
     if (failure := namespace_state.failure) is not None and not failure.is_refused:
         generation_clause = f" ({failure.generation})" if failure.generation else ""
         problems.append(
             f"the last night failed at {iso(failure.at)} in the step {failure.step}{generation_clause}: "
-            f"{failure.error}; the live generation stays. Correct the cause, then run `larder night` again, or clear "
-            "the failed task"
+            f"{failure.error}{stays_clause}. Correct the cause, then run `larder night` again, or clear the failed task"
         )
     if namespace_state.killed_step is not None:
-        problems.append(
-            f"a night was stopped in {namespace_state.killed_step}: run it again; the live generation stays"
-        )
+        problems.append(f"a night was stopped in {namespace_state.killed_step}: run it again{stays_clause}")
     live_cut = (namespace_state.live_generation or "")[:CUT_CHARS]
     for generation_status in namespace_status["generations"]:
         if (

@@ -29,6 +29,9 @@ DAY_S: Final = 86_400
 AHEAD_S: Final = 600
 """Seconds by which clocks of hosts may differ; a newer time than that is reported."""
 
+REFUSAL_PREFIX: Final = "a night refuses the interactions"
+"""Beginning of the remark on rows that a night refuses."""
+
 JUDGED_ROWS_MIN: Final = 20
 """Rows below which shares of rows are not judged."""
 
@@ -396,7 +399,7 @@ def first_rows_remarks(
                     else [*odd_figures_remarks(figures), *swapped_columns_remarks([first_batch])]
                 )
     except LarderError as error:
-        return [f"a night refuses the interactions: {error.message}"]
+        return [f"{REFUSAL_PREFIX}: {error.message}"]
     nothing_read: SourceReport = {"rows": 0, "left_out": 0, "reasons": {}}
     report = unusable.to_json().get(INTERACTIONS_SOURCE, nothing_read)
     left_out_remarks = [

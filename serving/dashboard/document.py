@@ -73,8 +73,9 @@ _READ_ADVICE = "Read the log of {replicas}: is the artefact store reachable and 
 
 _ADVICE_BY_STALE_REASON: Mapping[str, str] = {
     StaleReason.BLOCKLIST_UNREADABLE: f"{_READ_ADVICE} If the log says that a newer version is in force, the store is "
-    "older than what is in force: repeat the blocks and erasures since the copy (larder audit of the store that was "
-    "replaced shows them), then restart the replicas; or put back a newer copy.",
+    "older than what is in force: repeat the blocks and erasures since the copy (larder block --list and larder erase "
+    "--list with LARDER_ARTIFACTS=FOLDER of the store that was replaced show them), then restart the replicas; or put "
+    "back a newer copy.",
     StaleReason.BLOCKLIST_NOT_ENFORCED: "Read the log of {replicas}: it needs threads and memory, and tries again by "
     "itself.",
     StaleReason.EXPERIMENTS_UNREADABLE: _READ_ADVICE,

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from cache.errors import traceback_of
 from cache.l2.control_plane import ControlPlane
 from serving.dashboard.aggregator import FleetReading, FleetView
 from serving.dashboard.counters import Counts, MetricsPublisher
@@ -141,8 +142,8 @@ class Dashboard:
                 self._history.read_generations_and_nights, reading.registry_row_by_generation
             )
             self._archive_read_at, self._generations_read_at = self._monotonic_clock(), reading.read_at
-        except Exception:  # an error here must not break the rest of the page
-            log.exception("generations and nights cannot be read")
+        except Exception as error:  # an error here must not break the rest of the page
+            log.error("generations and nights cannot be read: %s", error, exc_info=traceback_of(error))
         finally:
             self._archive_tried_at, self._archive_task = self._monotonic_clock(), None
 

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
+from cache.errors import traceback_of
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import MOVE_ACTIONS, Canary, Pointer, Release, all_releases, newest_move, publication_time
@@ -260,8 +261,8 @@ def open_published(
         ]
         if live_moves:
             return open_snapshot(pointer_of_release(live_moves[-1], releases), blocklist)
-    except Exception:
-        log.warning("the previous generation %s cannot be opened", generation, exc_info=True)
+    except Exception as error:
+        log.warning("the previous generation %s cannot be opened: %s", generation, error, exc_info=traceback_of(error))
         return None
     log.warning("no release made %s live, so it is not held as previous", generation)
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from cache.control.control_keys import Staging
-from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownFormat, UnknownGeneration, mask_secrets
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable, mask_secrets, traceback_of
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Pointer
@@ -244,8 +244,8 @@ class PointerFollower:
             return
         try:
             recorded_pointer = await self._in_thread(newest_pointer, self._store)
-        except (LarderError, OSError, ValueError):
-            log.exception("the release records cannot be read")
+        except (LarderError, OSError, ValueError) as error:
+            log.error("the release records cannot be read: %s", error, exc_info=traceback_of(error))
             return
         if recorded_pointer is not None and (pointer is None or pointer.epoch < recorded_pointer.epoch):
             await self._follow(recorded_pointer, is_from_redis=False)
@@ -259,9 +259,7 @@ class PointerFollower:
             if not isinstance(live_snapshot, Pointer):
                 self.holder.serve(live_snapshot, pointer)
         except Exception as error:  # the old generation stays live after any error
-            # Another version's format, or a generation that the store lacks: a traceback adds nothing.
-            is_known = isinstance(error, UnknownFormat | UnknownGeneration)
-            log.error("generation %s cannot be loaded: %s", pointer.generation, error, exc_info=not is_known)
+            log.error("generation %s cannot be loaded: %s", pointer.generation, error, exc_info=traceback_of(error))
             await self._note_load_failure(pointer, str(error))
             return
         if isinstance(live_snapshot, Pointer):
@@ -491,7 +489,7 @@ class StagedGeneration:
                 return
             await self._holder.warm(snapshot)
         except Exception as error:  # the live generation goes on after any error
-            if not isinstance(error, UnknownGeneration):  # the line of `_note_failure` is enough
+            if traceback_of(error):  # else the line of `_note_failure` is enough
                 log.exception("generation %s cannot be staged", generation)
             self._note_failure(generation, mask_secrets(str(error)) or type(error).__name__)
             return
@@ -550,8 +548,8 @@ class DegradedReopen:
     async def _reopen(self, pointer: Pointer) -> None:
         try:
             reopened_snapshot = await self._holder.load(pointer)
-        except Exception:
-            log.warning("generation %s cannot be reopened", pointer.generation, exc_info=True)
+        except Exception as error:
+            log.warning("generation %s cannot be reopened: %s", pointer.generation, error, exc_info=traceback_of(error))
             return
         served = self._holder.served
         # Meanwhile another release may have become live, also of this generation; it has another epoch.

@@ -71,8 +71,11 @@ class StoreWatch:
             return error.message
         if pointer is not None:
             live_key = self._control.keyspace.live
-            if (problem := unexplained_pointer_problem(pointer, history, self._store, live_key)) is not None:
-                return problem
+            if unexplained_pointer_problem(pointer, history, self._store, live_key) is not None:
+                # Read again: the known records may be those of a store that an older copy replaced.
+                history = all_releases(self._store)
+                if (problem := unexplained_pointer_problem(pointer, history, self._store, live_key)) is not None:
+                    return problem
         return full_store_problem(self._store) or self._files_problem
 
     def _find_files_problem(self) -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.errors import traceback_of
 from cache.format.ids import fingerprint, hash_id
 from cache.format.manifest import Artefact, Table
 from cache.model.agreement import SKEW_DEPTH, cosine, overlap, relative_errors
@@ -94,8 +95,8 @@ def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputPro
         fetch_checked(store, snapshot.generation, artefact)
         probe = Probe.open(snapshot.generation_folder / artefact.path, snapshot.items)
         return NightInputProbe(probe, snapshot.directories["user"].seed)
-    except Exception:
-        log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
+    except Exception as error:
+        log.warning("the probe of %s cannot be read: %s", snapshot.generation, error, exc_info=traceback_of(error))
         return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from enum import Enum
 from typing import Any, Protocol
 
-from cache.errors import LarderError
+from cache.errors import LarderError, traceback_of
 from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import EXPERIMENTS_VERSIONS, Experiment, Experiments
 from cache.traffic.split import BUCKET_COUNT, BucketOwners, KeySplit, bucket_count
@@ -293,10 +293,13 @@ class ArmHolder:
             await namespace.start()
             # Again: loading takes minutes, in which the blocklist may have changed.
             await self._enforce(arm)
-        except Exception:
+        except Exception as error:
             arm.failure_count += 1
             wait_s = min(RETRY_MAX_S, FIRST_RETRY_S * 2 ** min(arm.failure_count - 1, 10))
-            log.exception("namespace %s cannot be held; trying again in %g s", arm.name, wait_s)
+            log.error(
+                "namespace %s cannot be held; trying again in %g s: %s",
+                arm.name, wait_s, error, exc_info=traceback_of(error),
+            )  # fmt: skip
             await self._close_namespace(arm)
             if arm.state is ArmState.STARTING:
                 arm.retry_at = self._monotonic_clock() + wait_s

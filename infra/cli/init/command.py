@@ -80,7 +80,10 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         print(f"{os.path.relpath(target_path, working_folder)}: written")
         for line in _guess_lines(setting_guesses, bundle_path):
             print(printable_lines(line))
-    return 0 if setting_guesses.is_complete else FOUND_PROBLEM_EXIT_CODE
+    from precompute.sources.plausibility import REFUSAL_PREFIX
+
+    is_refused = any(note.startswith(REFUSAL_PREFIX) for note in source_notes)
+    return 0 if setting_guesses.is_complete and not is_refused else FOUND_PROBLEM_EXIT_CODE
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -89,8 +92,8 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Inspect the Parquet and CSV files of a folder and write a commented larder.toml. It guesses which "
         "files hold interactions and features, and which columns are users, items, times and weights; the guesses are "
-        "printed and written as comments. Exit code: 0 written, 3 written with settings left to fill in, 2 not "
-        "written.",
+        "printed and written as comments. Exit code: 0 written, 3 written with settings left to fill in, or for "
+        "interactions that a night refuses, 2 not written.",
     )
     parser.add_argument(
         "folder", nargs="?", default=".", metavar="FOLDER", help="folder to inspect (default: the current one)"

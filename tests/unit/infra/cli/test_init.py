@@ -730,3 +730,13 @@ def test_times_of_another_unit_and_a_placeholder_id_are_reported(
     notes_text = " ".join(init(capsys)["notes"])
 
     assert "the newest time is 1970" in notes_text and "the item '-' has 25% of all rows" in notes_text
+
+
+def test_interactions_that_a_night_refuses_end_init_with_a_problem(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "a.csv").write_text('user,item\n1,"2\n3,4\n5,6\n')
+
+    report = init(capsys, code=3)
+
+    assert any("a night refuses the interactions: a.csv, line 2: a quote is not closed" in n for n in report["notes"])

@@ -50,6 +50,14 @@ def test_a_missing_file_is_refused(bundle):
         Bundle.open(bundle.path)
 
 
+@pytest.mark.parametrize("description", [b"[1]", b"null", b"\xff"])
+def test_a_description_that_is_no_object_is_refused(bundle, description):
+    (bundle.path / BUNDLE_FILE).write_bytes(description)
+
+    with pytest.raises(BundleError, match=r"holds no readable bundle\.json"):
+        Bundle.open(bundle.path)
+
+
 def test_a_path_outside_the_bundle_is_refused(bundle):
     edit(bundle, lambda data: data["item_tower"].update(path="../bundle.onnx"))
 

@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"replicas": [replica(stale="blocklist_unreadable")]},
         "warn",
         "may lag behind what was published: blocklist_unreadable",
-        "repeat the blocks and erasures since the copy (larder audit",
+        "repeat the blocks and erasures since the copy (larder block --list",
     ),
     "experiments unread": (
         {"replicas": [replica(stale="experiments_unreadable")]},

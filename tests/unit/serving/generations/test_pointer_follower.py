@@ -251,6 +251,21 @@ async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Sc
     assert scene.held == [B, A] and scene.follower.health.is_ready
 
 
+@pytest.mark.parametrize(("error", "has_traceback"), [(StoreError("no items.ids"), False), (KeyError("x"), True)])
+async def test_a_load_that_fails_has_a_traceback_only_if_its_text_does_not_explain_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    error: Exception, has_traceback: bool,
+) -> None:  # fmt: skip
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(scene, "on_open", fails)
+    await scene.publish(pointer(B, 1))
+
+    (record,) = [record for record in caplog.records if "cannot be loaded" in record.getMessage()]
+    assert str(error) in record.getMessage() and bool(record.exc_info) is has_traceback
+
+
 async def test_strangers_hear_no_detail_and_passwords_are_never_shown(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,11 +41,11 @@ class World:
         self.file_problems: list[str] = []
         self.files_checks = 0
 
-    def record(self, epoch: int, *, is_done: bool = True) -> None:
-        release = Release(epoch, "publish", A, None, "a", 100.0 * epoch, number=epoch)
-        self.store.write_once(intent_path(epoch), release.to_bytes())
+    def record(self, number: int, *, epoch: int | None = None, is_done: bool = True) -> None:
+        release = Release(epoch or number, "publish", A, None, "a", 100.0 * number, number=number)
+        self.store.write_once(intent_path(number), release.to_bytes())
         if is_done:
-            self.store.write_once(done_path(epoch), b"")
+            self.store.write_once(done_path(number), b"")
 
     def find_file_problems(self, _store: ArtefactStore, _history: Sequence[Release]) -> list[str]:
         self.files_checks += 1
@@ -96,6 +96,29 @@ async def test_a_release_between_pointer_and_records_is_none(world: World, monke
     monkeypatch.setattr(world.redis, "watch", watch_before_a_release)
 
     assert await world.look() is None
+
+
+@pytest.mark.parametrize("looks_between", [False, True])
+async def test_a_release_of_the_number_of_one_that_an_older_copy_lacks_explains_the_pointer(
+    world: World, looks_between: bool
+) -> None:
+    # given a store whose two records were read
+    world.record(1)
+    world.record(2)
+    assert await world.look() is None
+
+    # when a copy without the second one is put back, and the next release gets its number and another epoch
+    world.store.delete(intent_path(2))
+    world.store.delete(done_path(2))
+    if looks_between:
+        assert await world.look() is None
+    world.record(2, epoch=30)
+    world.redis.epoch = 30
+
+    # then the pointer is explained, and what was known of the number is forgotten once a listing lacked it
+    assert await world.look() is None
+    if looks_between:
+        assert [release.epoch for release in world.releases.read_records()] == [1, 30]
 
 
 async def test_a_lost_record_is_a_problem(world: World) -> None:
