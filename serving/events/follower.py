@@ -12,15 +12,15 @@ from prometheus_client.registry import Collector
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
-from cache.errors import CorruptArtefact, LarderError
+from cache.errors import CorruptArtefact, InvalidInput, LarderError
 from cache.events.event import Event
 from cache.events.event_predictor import GenerationEvents
 from cache.events.stream import event_of_entry, read_taken_position
 from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import STREAM_BEGINNING, Position
-from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS, check_replies
+from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS, check_replies, refusing_unreadable
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from serving.events.newer_events import NO_LIMIT, NewerEvents
@@ -139,13 +139,14 @@ class EventFollower:
     async def _note_lost_events(self, client: Redis) -> None:
         """Note the newest counted event if the stream ends before it, or began again since the last connection."""
         try:
-            stream_fields: dict[str, Any] = await client.xinfo_stream(self._stream_key)
-        except NoPermissionError:
-            return
-        except ResponseError:  # no such key
-            stream_fields = {}
-        stream_end = Position.parse(stream_fields.get("last-generated-id", str(STREAM_BEGINNING)))
-        entries_added = int(stream_fields.get("entries-added", 0))  # 0 before Redis 7
+            with refusing_unreadable("XINFO STREAM", "the fields of a stream"):
+                stream_fields: dict[str, Any] = await client.xinfo_stream(self._stream_key)
+                stream_end = Position.parse(stream_fields["last-generated-id"])
+                entries_added = int(stream_fields.get("entries-added", 0))  # 0 before Redis 7
+        except (ResponseError, InvalidInput) as error:
+            if "no such key" not in str(error):  # no right to ask, or a reply of another server
+                return
+            stream_end, entries_added = STREAM_BEGINNING, 0
         counted_number = self.newer_events.users.last_number
         if stream_end.number < counted_number or entries_added < self._entries_added:
             self._lost_until_number = counted_number

@@ -225,3 +225,17 @@ async def test_a_stream_that_nights_trimmed_or_that_was_lost_before_the_first_ev
     await stream.steps()
 
     assert stream.follower.lost_since() is None
+
+
+async def test_a_server_that_describes_no_stream_does_not_end_the_following(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def describe_oddly(_client: Redis, _key: str) -> object:
+        return [1]
+
+    monkeypatch.setattr(Redis, "xinfo_stream", describe_oddly)
+    stream.hold_generations(STREAM_BEGINNING)
+    stream.click("u", "a")
+
+    assert await stream.steps() and stream.items("u") == [b"a"]
+    assert stream.follower.lost_since() is None
