@@ -376,6 +376,10 @@ def _is_list_of_maps(reply: Any) -> bool:
     return type(reply) is list and all(map(_is_map, reply))
 
 
+def _is_stream_description(reply: Any) -> bool:
+    return type(reply) is list and len(reply) % 2 == 0 and _is_text_list(reply[::2])
+
+
 COUNT_SHAPE: Final = _shape("a count", _is_count)
 COUNT_OR_NOTHING_SHAPE: Final = _shape("a count or nothing", _is_count_or_nothing)
 INTEGER_SHAPE: Final = _shape("an integer", _is_integer)
@@ -436,6 +440,7 @@ REPLY_SHAPES: Final[Mapping[str, ReplyShape]] = {
     "XAUTOCLAIM": _shape("a position and entries of a stream", _is_claimed_entries),
     "XDEL": COUNT_SHAPE,
     "XGROUP CREATE": OK_SHAPE,
+    "XINFO STREAM": _shape("the fields of a stream", _is_stream_description, lambda reply: type(reply) is dict),
     "XLEN": COUNT_SHAPE,
     "XRANGE": ENTRIES_SHAPE,
     "XREAD": STREAMS_SHAPE,

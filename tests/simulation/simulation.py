@@ -419,7 +419,7 @@ class _Errors(logging.Handler):
         """Keep the error for the rules."""
         message, error = record.getMessage(), record.exc_info and record.exc_info[1]
         of_world = LarderError | OSError | redis.exceptions.RedisError | NoThread
-        is_of_world = isinstance(error, of_world)
+        is_of_world = not error or isinstance(error, of_world)  # `traceback_of` leaves out errors of Larder's own
         is_news = not (is_of_world and any(expected_part in message for expected_part in NO_NEWS))
         if _CURRENT and is_news and record.name != "larder.requests":
             _CURRENT[-1].errors.append(f"{message}: {error!r}")

@@ -35,7 +35,7 @@ READ_PATH = {"asking"}
 """Sent by the read path alone, over connections of its own."""
 SUBSCRIBED = {"subscribe", "unsubscribe"}
 """Answered by messages, which `ControlPlane.subscribe` checks."""
-IN_SCRIPTS = {"xgroup|delconsumer", "xinfo|stream", "xinfo|consumers"}
+IN_SCRIPTS = {"xgroup|delconsumer", "xinfo|consumers"}
 """Sent by scripts alone."""
 BY_HAND = {"latency|latest", "slowlog|get", "script|load"}
 """Allowed for whoever looks why Redis is slow, or tries a script."""
@@ -81,6 +81,10 @@ RIGHT: dict[str, tuple[list[Any], list[Any]]] = {
     "XADD": ([b"17-0", None], []),
     "XAUTOCLAIM": ([[b"0-0", [ENTRY], []], [b"0-0", [None]]], []),
     "XGROUP CREATE": ([b"OK"], []),
+    "XINFO STREAM": (
+        [[b"length", 1, b"last-generated-id", b"17-0", b"first-entry", ENTRY, b"last-entry", ENTRY]],
+        [{b"length": 1, b"last-generated-id": b"17-0", b"first-entry": ENTRY, b"last-entry": ENTRY}],
+    ),
     "XRANGE": ([[ENTRY], []], []),
     "XREAD": ([[[b"s", [ENTRY]]], None], [{b"s": [ENTRY]}, None]),
     "XREADGROUP": ([[[b"s", [ENTRY, [b"17-1", None]]]], None], [{b"s": [ENTRY]}]),
@@ -114,6 +118,7 @@ ACCEPTED_REPLIES: dict[str, set[str]] = {
     "OK or nothing": {"nothing"},
     "a position or nothing": {"nothing"},
     "entries of a stream": {"no elements"},
+    "the fields of a stream": {"no elements", "no UTF-8"},
     "streams with entries": {"nothing", "no elements"},
     "a score": {"negative", "double", "nan"},
     "members of a sorted set": {"no elements", "one", "no UTF-8"},
@@ -121,7 +126,10 @@ ACCEPTED_REPLIES: dict[str, set[str]] = {
     "OK, QUEUED or a list": LISTS | {"text", "empty", "nothing"},
 }
 """Strange replies that are of a shape all the same; of a shape that is not named here none is."""
-PASSING_RESP3 = {"a map of texts": {"no pairs", "map"}, "streams with entries": {"nothing", "no pairs"}}
+PASSING_RESP3 = {
+    "a map of texts": {"no pairs", "map"}, "streams with entries": {"nothing", "no pairs"},
+    "the fields of a stream": {"no pairs", "map", "nested map"},
+}  # fmt: skip
 
 
 def right_replies(command: str, protocol: int) -> list[Any]:
@@ -367,7 +375,9 @@ def test_every_command_that_the_code_names_has_a_shape() -> None:
     assert unshaped == {}
 
 
-METHODS = {"config_get": "CONFIG GET", "delete": "DEL", "memory_usage": "MEMORY USAGE"}
+METHODS = {
+    "config_get": "CONFIG GET", "delete": "DEL", "memory_usage": "MEMORY USAGE", "xinfo_stream": "XINFO STREAM",
+}  # fmt: skip
 """Commands of the methods that are not called as their commands are."""
 CORE = frozenset(name for name in dir(CoreCommands) if not name.startswith("_")) - {"execute_command", "subscribe"}
 CLIENTS = re.compile(r"(client|server|pipeline|replica|redis|home\(.*\))$")
