@@ -91,10 +91,13 @@ def first_commit_with(text: str, folder: str) -> str:
 
 @cache
 def tests_commit_of(finding: Finding) -> str:
-    """Return the commit whose tests show a finding: its test's, or its row's if the test was extended later."""
+    """Return the commit whose tests show a finding: its test's, its case's, or its row's if that came later."""
     commit = commit_of(finding)
     if commit != "not committed" and not is_ancestor(commit, OLD_NAMES_COMMIT):
-        return commit
+        module, _, test_id = finding.test.partition("::")
+        case_name = test_id.partition("[")[2].removesuffix("]")
+        case_commit = first_commit_with(f'"{case_name}"', module) if case_name else ""
+        return case_commit if case_commit and is_ancestor(commit, case_commit) else commit
     return first_commit_with(f"{finding.text}\t", str(TABLES.relative_to(ROOT)))
 
 
