@@ -129,5 +129,5 @@ class UnknownGeneration(LarderError):
 
 
 def traceback_of(error: BaseException) -> BaseException | None:
-    """Return a log line's `exc_info`: None for errors of Larder or of the operating system, whose text is enough."""
-    return None if isinstance(error, LarderError | OSError) else error
+    """Return a log line's `exc_info`: None if the text of an error of Larder or the operating system is enough."""
+    return None if isinstance(error, LarderError | OSError) and str(error) else error

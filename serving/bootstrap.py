@@ -72,7 +72,7 @@ async def running(
     )
     holder, follower, refresher = (own_namespace.holder, own_namespace.follower, own_namespace.refresher)
     releases, redis_memory = (ReleaseWatch(own_namespace.store, store_threads), RedisMemory(remote.control))
-    store_watch = StoreWatch(own_namespace.store, remote.control, releases.read_records, store_threads)
+    store_watch = StoreWatch(own_namespace.store, remote.control, releases, store_threads)
     refresher.add_periodic("releases", config.figures_s, releases.refresh)
     refresher.add_periodic("store", config.figures_s, store_watch.refresh)
     refresher.add_periodic("redis_memory", config.figures_s, redis_memory.refresh)

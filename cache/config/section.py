@@ -22,6 +22,9 @@ Count = Annotated[int, Field(ge=1)]
 NonEmptyText = Annotated[str, Field(min_length=1)]
 
 _TYPE_DESCRIPTIONS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+_LISTED_SETTINGS_MAX = 20
+"""Settings of a section up to which an error lists them beside the one that was probably meant."""
+
 _SECTION_CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -150,8 +153,7 @@ def _error_sentence(first_error: ErrorDetails, setting_name: str, section_class:
     if setting_name not in field_by_name:
         close_names = difflib.get_close_matches(setting_name, field_by_name, n=1)
         question = f" did you mean {close_names[0]}?" if close_names else ""
-        # A hundred names would bury the one that was meant.
-        if close_names and len(field_by_name) > 20:
+        if close_names and len(field_by_name) > _LISTED_SETTINGS_MAX:
             return f"unknown setting {setting_name!r};{question}"
         return f"unknown setting {setting_name!r};{question} known are {', '.join(sorted(field_by_name))}"
     field, wrong_value = field_by_name[setting_name], first_error["input"]

@@ -186,7 +186,9 @@ def generation_files_problems(store: ArtefactStore, history: Sequence[Release]) 
         except StoreError as error:
             if store.local_folder is None:  # a remote store may answer the next time
                 raise
-            problems.append(f"{error.message}; {generation} is {consequence}; correct the permissions")
+            problems.append(
+                f"{error.message}; {generation} is {consequence}; let this user read the file, or put it back"
+            )
             continue
         if lost_paths:
             problems.append(

@@ -130,13 +130,13 @@ def _demand_audited_erasures(store: ArtefactStore, erasures: Sequence[Erasure], 
 
 
 def lost_records_problems(store: ArtefactStore) -> list[str]:
-    """Return the problems that erasures, blocklist or audit log cannot be read, or lost records; empty without one."""
+    """Return why erasures, blocklist or audit log cannot be read, and which records are lost; empty if all is well."""
     problems = list[str]()
-    audit = _read_or_note(lambda: audit_records(store), problems) or []
-    blocklist = _read_or_note(lambda: latest_blocklist(store), problems)
-    erasures = _read_or_note(lambda: all_erasures(store), problems)
+    audit = _result_or_note(lambda: audit_records(store), problems) or []
+    blocklist = _result_or_note(lambda: latest_blocklist(store), problems)
+    erasures = _result_or_note(lambda: all_erasures(store), problems)
     if erasures is not None:
-        _read_or_note(lambda: _demand_audited_erasures(store, erasures, audit), problems)
+        _result_or_note(lambda: _demand_audited_erasures(store, erasures, audit), problems)
     if blocklist is None:
         return problems
     unblocked_erasures = [
@@ -159,10 +159,10 @@ def lost_records_problems(store: ArtefactStore) -> list[str]:
     return problems
 
 
-def _read_or_note(read: Callable[[], Result], problems: list[str]) -> Result | None:
-    """Return what is read; if that fails, add the error to the problems and return None."""
+def _result_or_note(call: Callable[[], Result], problems: list[str]) -> Result | None:
+    """Return a call's result; if it raises a LarderError, add its message to the problems and return None."""
     try:
-        return read()
+        return call()
     except LarderError as error:
         problems.append(error.message)
         return None

@@ -216,7 +216,7 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "schedule": schedule,
         "replicas": [_replica_fields(replica) for replica in namespace_state.replicas],
         "silent_replicas": namespace_state.silent_replicas,
-        **_count_records(store),
+        **_blocklist_and_erasure_fields(store),
         "events": events_status(config, generations),
     }
     problems = _list_problems(config, namespace_status, namespace_state)
@@ -225,7 +225,7 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
     return namespace_status | {"well": not problems, "problems": problems}
 
 
-def _count_records(store: ArtefactStore) -> dict[str, int | None]:
+def _blocklist_and_erasure_fields(store: ArtefactStore) -> dict[str, int | None]:
     """Return the version of the blocklist and the number of pending erasures; null for those that cannot be read."""
     records_status = dict[str, int | None].fromkeys(("blocklist_version", "erasures_pending"))
     with contextlib.suppress(LarderError):  # `lost_records_problems` says so

@@ -95,6 +95,7 @@ class EventFollower:
         self._blocked_owners, self._unblocked_owners = _EventOwners(), _EventOwners()
         self._is_at_end, self._caught_up_at = False, 0.0
         self._entries_added = 0
+        """Number of entries that were ever added to the stream, as of the last connection."""
         self._lost_until_number = 0
         """Newest counted event that Redis came back without; 0 if it lost none."""
 
@@ -153,7 +154,7 @@ class EventFollower:
         self._entries_added = entries_added
 
     def lost_since(self) -> Position | None:
-        """Return the end of the live generation's events if Redis lost some behind it; None if it lost none."""
+        """Return the end of the newest held generation's events if Redis lost later ones; None if it lost none."""
         served = self._holder.served
         published_number = max(_until_position_numbers(served.snapshots), default=0) if served else 0
         return Position.from_number(published_number) if self._lost_until_number > published_number else None

@@ -93,6 +93,12 @@ class ReleaseWatch:
         with self._records_lock:
             return all_releases(self._store, self._release_by_number)
 
+    def reread_records(self) -> list[Release]:
+        """Forget the known records, which an older copy of the store may have replaced, and read all; blocking."""
+        with self._records_lock:
+            self._release_by_number.clear()
+            return all_releases(self._store, self._release_by_number)
+
     async def refresh(self) -> None:
         """Read the new records; log a new error."""
         try:

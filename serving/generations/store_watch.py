@@ -8,7 +8,8 @@ from cache.control.store_problems import full_store_problem, generation_files_pr
 from cache.errors import CorruptArtefact, LarderError, TierUnavailable, mask_secrets
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
-from cache.store.releases import Pointer, Release, all_releases
+from cache.store.releases import Pointer, all_releases
+from serving.generations.nights import ReleaseWatch
 from serving.process.resources import StoreThreads
 
 log = logging.getLogger(__name__)
@@ -28,14 +29,14 @@ class StoreWatch:
         self,
         store: ArtefactStore,
         control: ControlPlane,
-        read_records: Callable[[], list[Release]],
+        releases: ReleaseWatch,
         in_thread: StoreThreads,
         monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.problem: str | None = None
         self._store = store
         self._control = control
-        self._read_records = read_records
+        self._releases = releases
         self._in_thread = in_thread
         self._monotonic_clock = monotonic_clock
         self._files_problem: str | None = None
@@ -66,14 +67,13 @@ class StoreWatch:
             self._files_due_at = self._monotonic_clock() + FILES_INTERVAL_S
             self._files_problem = self._find_files_problem()
         try:
-            history = self._read_records()
+            history = self._releases.read_records()
         except CorruptArtefact as error:
             return error.message
         if pointer is not None:
             live_key = self._control.keyspace.live
             if unexplained_pointer_problem(pointer, history, self._store, live_key) is not None:
-                # Read again: the known records may be those of a store that an older copy replaced.
-                history = all_releases(self._store)
+                history = self._releases.reread_records()
                 if (problem := unexplained_pointer_problem(pointer, history, self._store, live_key)) is not None:
                     return problem
         return full_store_problem(self._store) or self._files_problem
