@@ -251,7 +251,9 @@ async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Sc
     assert scene.held == [B, A] and scene.follower.health.is_ready
 
 
-@pytest.mark.parametrize(("error", "has_traceback"), [(StoreError("no items.ids"), False), (KeyError("x"), True)])
+@pytest.mark.parametrize(
+    ("error", "has_traceback"), [(StoreError("no items.ids"), False), (KeyError("x"), True), (TimeoutError(), True)]
+)
 async def test_a_load_that_fails_has_a_traceback_only_if_its_text_does_not_explain_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     error: Exception, has_traceback: bool,
