@@ -289,8 +289,10 @@ class Checker:
                 + self._judge_defaults(lookup, answer, generation, view)
             )
         if answer["source"] == "previous":
+            # Of a record: what was sent, and later events, only leave items out.
+            view = user_view(generation, replace(user, country=None), know.events[: generation.events])
             if view.vector is None:
-                return [*wrong, ("source", "default: the previous night knew nothing either", answer)]
+                return [*wrong, ("source", "default: the previous night had no list either", answer)]
             return wrong + self._judge_ranked(lookup, answer, generation, self._with_live_items(lookup, view))
         if lookup.fresh and user.is_sent and user.country is None and view.has_record and not view.events:
             if (answer.get("reason"), answer.get("live")) != ("fresh_unavailable", "no_usable_input"):
@@ -478,7 +480,7 @@ class Checker:
                 tries.append((passing_all, min(k, len(passing_all)), min(k, len(passing_all)), len(passing_all) < k))
             else:
                 tries.append((passing_all, min(k, len(passing_all)), min(k, len(passing_all)), len(passing_all) < k))
-            if is_stored and self.knowledge.impaired and answer.get("reason") == "filtered":
+            if is_stored and self._may_be_part(answer):
                 tries.append((of_base, min(k, len(of_base)), min(k, len(of_base)), len(passing_all) < k))
         complaints: list[list[Complaint]] = []
         for ranking, count_min, count_max, short in tries:
@@ -488,6 +490,10 @@ class Checker:
                 return []
             complaints.append(complaint_list)
         return complaints[0]
+
+    def _may_be_part(self, answer: Json) -> bool:
+        """Return whether a filtered list may be what passes of the stored one, although more items pass."""
+        return answer["source"] == "previous" or (self.knowledge.impaired and answer.get("reason") == "filtered")
 
     def _judge_items(
         self, lookup: EntityLookup, items: list[str], scores: list[float], banned: set[str], had_items: Iterable[str]
@@ -561,8 +567,7 @@ class Checker:
         if expression is not None:
             pools = [[pair for pair in base if passes(expression, day.attributes[pair[1]])] for base in bases]
             wide = [[pair for pair in full if passes(expression, day.attributes[pair[1]])][:width] for full in fulls]
-            may_be_part = know.impaired and answer.get("reason") == "filtered"
-            if len(answer["items"]) < k and not may_be_part:
+            if len(answer["items"]) < k and not self._may_be_part(answer):
                 pools = wide
             else:
                 pools += wide
