@@ -332,12 +332,13 @@ class Checker:
         return wrong + self._judge_ranked(lookup, answer, generation, view)
 
     def _with_live_items(self, lookup: EntityLookup, view: UserView) -> UserView:
-        """Return the view of a previous night, without what the user had by the live one."""
+        """Return the view of a previous night, whose list is cut without what the user had by that night alone."""
         live_items: frozenset[str] = frozenset()
         for generation_id in self.knowledge.allowed:
             live = self.knowledge.generations[generation_id]
             live_items |= user_view(live, lookup.entity, self._events(lookup, live)).history_items
-        return replace(view, history_items=view.history_items | live_items, recent=view.recent | live_items)
+        later_items = live_items - view.history_items
+        return replace(view, history_items=view.history_items | live_items, recent=view.recent | later_items)
 
     def _judge_events(self, answer: Json, view: UserView) -> list[Complaint]:
         wrong: list[Complaint] = []
