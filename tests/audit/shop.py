@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
@@ -26,6 +27,9 @@ RERANKS: Mapping[str, Json] = {
     "varied": {"diversify": {"attribute": "brand", "most": 2}},
     "fresh": {"boost": [{"filter": {"==": ["stock", True]}, "factor": 8.0}]},
 }
+
+_EVENTS_TEXT_MAX = 600
+"""Characters that a recipe has of one request's events."""
 
 SETTINGS = """
 namespace = "{namespace}"
@@ -270,7 +274,7 @@ class Shop:
         """Note that another generation is live, and wait until every service answers from it."""
         self.previous, self.live = self.live or None, id_
         self.knowledge.allowed = {id_}
-        self.knowledge.change()
+        self.knowledge.change(f"{id_} is live")
         for service in self.services:
             self.wait_live(service)
         if self.services:
@@ -313,7 +317,7 @@ class Shop:
                 code == 0, "exit", "docs/reference/command-line.md: exit codes: 0 done", 0, code, ["SIGTERM"]
             )
         self.service.start()
-        self.knowledge.change()
+        self.knowledge.change(f"restart by {how.name}")
         self.knowledge.answered.clear()
         self.knowledge.reasons.clear()
         self.knowledge.with_events.clear()
@@ -339,7 +343,7 @@ class Shop:
             arguments += ["--entity", user]
             self.knowledge.blocked_users.add(user)
         self.site.run(*arguments)
-        self.knowledge.change()
+        self.knowledge.change(" ".join(arguments))
         self.report.count("blocks")
 
     def unblock(self, item: str | None = None, user: str | None = None) -> None:
@@ -353,7 +357,7 @@ class Shop:
             arguments += ["--entity", user]
             self.knowledge.blocked_users.discard(user)
         self.site.run(*arguments)
-        self.knowledge.change()
+        self.knowledge.change(" ".join(arguments))
         self.report.count("unblocks")
         self.learn_again()
 
@@ -378,7 +382,7 @@ class Shop:
         else:
             self.erased_users.add(id_)
             self.knowledge.blocked_users.add(id_)
-        self.knowledge.change()
+        self.knowledge.change(f"erase {id_}")
         self.report.count("erasures")
 
     # Events
@@ -425,7 +429,7 @@ class Shop:
                 self.log_event(event, receipt["position"], now_s)
         self.log_event(marker, receipt["position"], now_s)
         self.sent_events += 1
-        self.knowledge.change()
+        self.knowledge.change(f"events {json.dumps(events, ensure_ascii=False)[:_EVENTS_TEXT_MAX]}")
         self.report.count("events", len(events))
         return receipt
 

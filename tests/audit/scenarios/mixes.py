@@ -77,7 +77,7 @@ def lose_pages(shop: Shop, rng: random.Random) -> None:
         shop.ask_once(rng)
     shop.servers.pages.start()
     shop.site.run("restore")
-    shop.knowledge.change()
+    shop.knowledge.change("the Redis of pages came back empty and was restored")
     shop.report.count("losses of the Redis of pages")
     for _ in range(5):
         shop.ask_once(rng)
