@@ -77,7 +77,7 @@ def _block(store: ArtefactStore, ids_and_kinds: Sequence[tuple[bytes, EntityKind
         change_blocklist(
             store,
             block_users=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "user"],
-            block_items=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "item"],
+            erase_items=[entity_id for entity_id, entity_kind in ids_and_kinds if entity_kind == "item"],
         )
 
 
@@ -92,8 +92,8 @@ def readmit_entity(
     mark_forgotten(store, erasure, forgotten_at=forgotten_at, reason=reason)
     if entity_kind == "user":
         change_blocklist(store, unblock_users=[entity_id])
-    elif not erasure.was_blocked:
-        change_blocklist(store, unblock_items=[entity_id])
+    else:
+        change_blocklist(store, unblock_items=() if erasure.was_blocked else [entity_id], readmit_items=[entity_id])
     return erasure
 
 

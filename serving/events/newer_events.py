@@ -159,7 +159,10 @@ class NewerEvents(NewerInputs):
             [
                 event
                 for event in newer_events
-                if event.position_number <= as_of_position_number and (event.item or uses_event_values)
+                if event.position_number <= as_of_position_number
+                and (event.item or uses_event_values)
+                # The stream has them no longer, and no night counts them.
+                and event.item not in snapshot.blocklist.erased_items
             ]
         )
         if not events:

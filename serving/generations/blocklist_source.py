@@ -73,13 +73,13 @@ class BlocklistSource:
     def _with_erased(self, blocklist: Blocklist) -> tuple[Blocklist, str | None]:
         """Return the blocklist with the erased ids that it lacks (versions were lost), and why some may be unknown."""
         read_error, is_due = None, self._monotonic_clock() - self._erased_read_at >= _ERASURES_CHECK_S
-        if is_due or _count_missing(self._erased, blocklist):  # they may have been re-admitted since they were read
+        if is_due or not _has_erased(blocklist, self._erased):  # they may have been re-admitted since they were read
             try:
                 self._erased = _read_erased(self._store)
                 self._erased_read_at = self._monotonic_clock()
             except (LarderError, OSError, ValueError) as error:
                 read_error = f"erasures cannot be read: {error}"
-        if not _count_missing(self._erased, blocklist):
+        if _has_erased(blocklist, self._erased):
             return blocklist, read_error
         return blocklist.with_all_of(self._erased), read_error
 
@@ -120,8 +120,10 @@ def newest_blocklist(
 def _read_erased(store: ArtefactStore) -> Blocklist:
     """Return the ids whose erasure is in force, as a blocklist without a version."""
     erasures = [erasure for erasure in all_erasures(store, accepts_lost=True, should_pack=False) if erasure.is_in_force]
+    erased_items = frozenset(erasure.raw_id for erasure in erasures if erasure.kind == "item")
     return Blocklist(
-        items=frozenset(erasure.raw_id for erasure in erasures if erasure.kind == "item"),
+        items=erased_items,
+        erased_items=erased_items,
         users=frozenset(erasure.raw_id for erasure in erasures if erasure.kind == "user"),
     )
 
@@ -141,6 +143,11 @@ def _read_version(store: ArtefactStore, version: int) -> Blocklist:
     if blocklist is None or blocklist.version != version:
         raise CorruptArtefact("is not there" if blocklist is None else f"calls itself {blocklist.version}")
     return blocklist
+
+
+def _has_erased(blocklist: Blocklist, erased: Blocklist) -> bool:
+    """Return whether a blocklist blocks these erased ids, and knows its items as erased."""
+    return not _count_missing(erased, blocklist) and erased.erased_items <= blocklist.erased_items
 
 
 def _count_missing(lost: Blocklist, stored: Blocklist) -> int:

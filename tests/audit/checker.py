@@ -105,6 +105,9 @@ class Knowledge:
     events: list[Event] = field(default_factory=list)
     blocked_items: set[str] = field(default_factory=set)
     blocked_users: set[str] = field(default_factory=set)
+    erased_items: set[str] = field(default_factory=set)
+    brought_at: dict[str, int] = field(default_factory=dict)
+    """Index of the newest event that brought each new item."""
     reranks: dict[str, Json] = field(default_factory=dict)
     exact_live: bool = True
     """Whether live lists are exact: models in fp32 and a flat index."""
@@ -231,7 +234,7 @@ class Checker:
         if answer["source"] == "previous" and not know.impaired:
             live = [know.generations[generation_id] for generation_id in know.allowed]
             views = [
-                user_view(live_generation, lookup.entity, self._events(lookup, live_generation))
+                user_view(live_generation, lookup.entity, self._events(live_generation, stored_only=lookup.stored_only))
                 for live_generation in live
             ]
             if any(view.has_record or view.vector is not None for view in views if lookup.table != "mood"):
@@ -255,12 +258,14 @@ class Checker:
 
     # Views
 
-    def _events(self, lookup: EntityLookup, generation: Generation) -> list[Event]:
-        events = self.knowledge.events
-        if not lookup.stored_only:
-            return events
+    def _events(self, generation: Generation, *, stored_only: bool = False) -> list[Event]:
+        """Return the night's events, and the later ones that count: none of users' on items that were erased."""
         return [
-            event for event_index, event in enumerate(events) if event_index < generation.events or event.user is None
+            event
+            for event_index, event in enumerate(self.knowledge.events)
+            if event_index < generation.events
+            or event.user is None
+            or not (stored_only or event.item in self.knowledge.erased_items)
         ]
 
     def _banned(self, lookup: EntityLookup, generation: Generation) -> set[str]:
@@ -281,7 +286,7 @@ class Checker:
     def _judge_user_list(self, lookup: EntityLookup, answer: Json, generation: Generation) -> list[Complaint]:
         know = self.knowledge
         user = lookup.entity
-        view = user_view(generation, user, self._events(lookup, generation))
+        view = user_view(generation, user, self._events(generation, stored_only=lookup.stored_only))
         wrong: list[Complaint] = []
         if user.id in know.blocked_users:
             if answer.get("reason") != "entity_blocked":
@@ -328,7 +333,7 @@ class Checker:
             stored_inputs = know.stored_inputs.get((generation.id, user.id or ""), [])
             if answer["producer"] == "live" and stored_inputs:
                 views = [
-                    user_view(generation, stored_input, self._events(lookup, generation))
+                    user_view(generation, stored_input, self._events(generation, stored_only=lookup.stored_only))
                     for stored_input in stored_inputs
                 ]
                 tries = [
@@ -348,7 +353,9 @@ class Checker:
         live_items: frozenset[str] = frozenset()
         for generation_id in self.knowledge.allowed:
             live = self.knowledge.generations[generation_id]
-            live_items |= user_view(live, lookup.entity, self._events(lookup, live)).history_items
+            live_items |= user_view(
+                live, lookup.entity, self._events(live, stored_only=lookup.stored_only)
+            ).history_items
         later_items = live_items - view.history_items
         return replace(view, history_items=view.history_items | live_items, recent=view.recent | later_items)
 
@@ -424,7 +431,8 @@ class Checker:
             return wrong
         complaints = self._judge_order(lookup, answer, generation, view, frozenset())
         if complaints and answer["producer"] == "live" and answer["source"] in ("l1", "l2"):
-            lacking = frozenset(self.knowledge.unblocked_items - self.knowledge.blocked_items - set(items))
+            absent_items = self.knowledge.unblocked_items - banned - view.history_items
+            lacking = frozenset(absent_items - set(items))
             if lacking and not self._judge_order(lookup, answer, generation, view, lacking):
                 return []
         return complaints
@@ -658,7 +666,7 @@ class Checker:
             if answer["vector"] is not None or answer.get("reason") != "entity_blocked":
                 wrong.append(("vector", "null, entity_blocked", answer))
             return wrong
-        view = user_view(generation, user, self._events(lookup, generation))
+        view = user_view(generation, user, self._events(generation, stored_only=lookup.stored_only))
         if user.is_sent and user.id is not None:
             self.knowledge.stored_inputs.setdefault((generation.id, user.id), []).append(user)
         if answer["source"] == "previous":
@@ -676,7 +684,7 @@ class Checker:
             if answer["values"] is not None or answer.get("reason") != "entity_blocked":
                 return [("values", "null, entity_blocked", answer)]
             return []
-        view = user_view(generation, user, self._events(lookup, generation))
+        view = user_view(generation, user, self._events(generation, stored_only=lookup.stored_only))
         if user.is_sent and user.id is not None:
             self.knowledge.stored_inputs.setdefault((generation.id, user.id), []).append(user)
         wrong: list[Complaint] = []
@@ -697,7 +705,8 @@ class Checker:
         if numbers is None:
             stored_inputs = self.knowledge.stored_inputs.get((generation.id, lookup.entity.id or ""), [])
             views = [
-                user_view(generation, stored_input, self._events(lookup, generation)) for stored_input in stored_inputs
+                user_view(generation, stored_input, self._events(generation, stored_only=lookup.stored_only))
+                for stored_input in stored_inputs
             ]
             allowed = [stored_view.vector if rule == "vector" else stored_view.mood for stored_view in views]
             if answered_numbers is not None and answered_numbers not in [
@@ -859,7 +868,7 @@ class Checker:
         if answer["generation"] not in know.allowed:
             return [("generation", sorted(know.allowed), answer["generation"])]
         generation = know.generations[answer["generation"]]
-        view = user_view(generation, user, know.events)
+        view = user_view(generation, user, self._events(generation))
         if user.id in know.blocked_users or know.impaired:
             return []
         day = day_of(generation, know.events)

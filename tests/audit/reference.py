@@ -74,6 +74,8 @@ class Generation:
     erased_items: frozenset[str]
     order: dict[str, int] = field(default_factory=dict)
     """Places of items in the catalogue, as the service was seen to order equal scores."""
+    brought_at: Mapping[str, int] = field(default_factory=dict)
+    """Index of the newest event that brought each item that this night or a later one did not have at first."""
 
     @property
     def interactions(self) -> int:
@@ -81,10 +83,15 @@ class Generation:
         return sum(self.counts.values())
 
     def rank(self, scores: Mapping[str, float]) -> Ranked:
-        """Order items: best score first, equal ones as the catalogue has them, new items behind those."""
+        """Order items: best score first, equal ones as the catalogue has them, then new items as they came."""
         last = len(self.order)
         ranked = [(score, item) for item, score in scores.items()]
-        return sorted(ranked, key=lambda pair: (-pair[0], self.order.get(pair[1], last), pair[1]))
+
+        def sort_key(pair: tuple[float, str]) -> tuple[float, int, int, str]:
+            score, item = pair
+            return -score, self.order.get(item, last), self.brought_at.get(item, -1), item
+
+        return sorted(ranked, key=sort_key)
 
     def cut(self, ranked: Ranked, width: int, preferred: Iterable[str] = ()) -> Ranked:
         """Return the first `width` items; among equal scores at the end, preferred items stay."""
@@ -124,6 +131,7 @@ def make_generation(
     events: list[Event],
     erased_users: Iterable[str] = (),
     erased_items: Iterable[str] = (),
+    brought_at: Mapping[str, int] | None = None,
 ) -> Generation:
     """Compute what a night over this world and these events knows."""
     gone_users, gone_items = frozenset(erased_users), frozenset(erased_items)
@@ -172,6 +180,7 @@ def make_generation(
         len(events),
         gone_users,
         gone_items,
+        brought_at=brought_at or {},
     )
 
 

@@ -163,7 +163,6 @@ class Shop:
     settings: dict[str, str] = field(default_factory=dict)
     knowledge: Knowledge = field(default_factory=Knowledge)
     erased_users: set[str] = field(default_factory=set)
-    erased_items: set[str] = field(default_factory=set)
     services: list[Service] = field(default_factory=list)
     live: str = ""
     previous: str | None = None
@@ -259,7 +258,8 @@ class Shop:
             self.rules,
             self.knowledge.events,
             self.erased_users,
-            self.erased_items,
+            self.knowledge.erased_items,
+            self.knowledge.brought_at,
         )
         self.report.count("nights")
         for step in report["steps"]:
@@ -377,7 +377,7 @@ class Shop:
         """Erase a user or an item: blocked at once, left out of every night from now on."""
         self.site.run("erase", id_, *(["--as", "item"] if as_item else []))
         if as_item:
-            self.erased_items.add(id_)
+            self.knowledge.erased_items.add(id_)
             self.knowledge.blocked_items.add(id_)
         else:
             self.erased_users.add(id_)
@@ -435,6 +435,8 @@ class Shop:
 
     def log_event(self, event: Json, position: str, now_s: float) -> None:
         """Log an event that was accepted."""
+        if event.get("features") is not None and event.get("user") is None:
+            self.knowledge.brought_at[str(event["item"])] = len(self.knowledge.events)
         self.knowledge.events.append(
             Event(
                 str(event["id"]),

@@ -292,7 +292,7 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     with_events = _wait_for_overlays(shop, pattern, keys_before | overlays_before_events)
     stage.report.count("overlays of who is erased", len(overlays_before_events | with_events))
     shop.erase(SECRET)
-    shop.erase(next(item for item in shop.world.items if item not in shop.erased_items), as_item=True)
+    shop.erase(next(item for item in shop.world.items if item not in shop.knowledge.erased_items), as_item=True)
     lives_s = [int(shop.servers.pages.command("TTL", key)[1:-2]) for key in sorted(with_events)]
     stage.require(
         all(life_s == MISSING_KEY_TTL or 0 <= life_s <= OVERLAY_TTL_S for life_s in lives_s),

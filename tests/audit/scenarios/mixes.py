@@ -48,7 +48,7 @@ def change_something(shop: Shop, rng: random.Random) -> None:
         else:
             shop.block(user=rng.choice(shop.world.users))
     elif kind == "unblock":
-        items = sorted(know.blocked_items - shop.erased_items)
+        items = sorted(know.blocked_items - know.erased_items)
         users = sorted(know.blocked_users - shop.erased_users)
         if items:
             shop.unblock(item=rng.choice(items))

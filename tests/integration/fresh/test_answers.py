@@ -222,6 +222,27 @@ async def test_blocked_users_and_items_stay_out(served_world: ServedWorld) -> No
     assert friend_answer["items"] == [listed_item for listed_item in items if listed_item != item]
 
 
+async def test_events_on_an_erased_item_do_not_count(served_world: ServedWorld) -> None:
+    user = served_world.world.known_users[23]
+    await served_world.clicks(user, served_world.world.items[13])
+    answer_before = await served_world.get_answer(user)
+    item = answer_before["items"][0]
+    await served_world.clicks(user, item)
+    assert (await served_world.get_answer(user))["events"] == 2
+    holder = served_world.app.service.follower.holder
+    erased_items = frozenset([item.encode()])
+    await holder.put_own_blocklist_in_force(
+        replace(holder.blocklist, version=9, items=erased_items, erased_items=erased_items)
+    )
+
+    answer = await served_world.get_answer(user)
+    explanation = await served_world.app.get(f"/v1/explain/user_topk/{user}")
+
+    assert (answer["events"], answer["as_of"]) == (1, answer_before["as_of"])
+    assert answer["items"] == answer_before["items"][1:]
+    assert [event["item"] for event in explanation["events"]["counted"]] == [served_world.world.items[13]]
+
+
 async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again(served_world: ServedWorld) -> None:
     user = served_world.world.known_users[22]
     await served_world.clicks(user, served_world.world.items[12])

@@ -177,6 +177,25 @@ def test_an_erased_id_stays_blocked_though_the_versions_that_block_it_are_lost(
     assert error is None and blocklist is not None and not blocklist.users and not blocklist.items
 
 
+def test_an_item_whose_blocklist_is_of_an_older_larder_counts_as_erased_until_it_is_readmitted(
+    store: ArtefactStore, source: BlocklistSource, timer: FakeClock
+) -> None:
+    # given an erased item that the blocklist only blocks
+    change_blocklist(store, block_items=[b"i1", b"i2"])
+    erasure = request_erasure(store, b"i1", "item", requested_at=1.0)
+
+    blocklist, error = source.read()
+
+    assert error is None and blocklist is not None
+    assert blocklist.items == {b"i1", b"i2"} and blocklist.erased_items == {b"i1"}
+    mark_forgotten(store, erasure, forgotten_at=2.0, reason="asked to")
+    change_blocklist(store, readmit_items=[b"i1"])
+    timer.tick(60)
+    blocklist, error = source.read()
+    assert error is None and blocklist is not None
+    assert blocklist.items == {b"i1", b"i2"} and not blocklist.erased_items
+
+
 def test_an_id_erased_meanwhile_is_blocked_within_a_minute_whatever_the_list_says(
     store: ArtefactStore, source: BlocklistSource, timer: FakeClock
 ) -> None:
