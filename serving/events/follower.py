@@ -167,7 +167,10 @@ class EventFollower:
             return False
         await self._apply_blocklist(client, self._holder.blocklist)
         if self._floor_position_number is None:
+            is_read_again = self.newer_events.users.last_number > 0
             await self._read_all_since(client, floor_position_number)
+            if is_read_again:
+                self._recheck_values()
         elif floor_position_number < self._floor_position_number:
             await self._read_earlier(client, floor_position_number, self._floor_position_number)
         elif floor_position_number > self._floor_position_number:
@@ -247,6 +250,8 @@ class EventFollower:
         newer_events = self.newer_events
         if blocklist is not self._blocklist:
             previous_owners, self._blocked_owners = (self._blocked_owners, _owners_in_blocklist(blocklist))
+            if self._blocklist.erased_items - blocklist.erased_items:  # the stream has lost events on them
+                self._floor_position_number = None
             self._blocklist = blocklist
             self._unblocked_owners = _EventOwners(
                 (self._unblocked_owners.user_ids | previous_owners.user_ids) - self._blocked_owners.user_ids,

@@ -159,6 +159,22 @@ async def test_events_of_the_blocked_are_forgotten_and_found_again_once_they_are
     assert stream.items("u") == [b"a", b"c"]
 
 
+async def test_a_readmitted_item_does_not_bring_back_events_that_the_stream_lost(stream: Stream) -> None:
+    stream.hold_generations(STREAM_BEGINNING)
+    position = stream.click("u", "erased")
+    stream.click("u", "other")
+    await stream.steps()
+    stream.holder.blocklist = Blocklist(items=frozenset([b"erased"]), erased_items=frozenset([b"erased"]))
+    await stream.steps()
+    stream.client.xdel(stream.keyspace.events, str(position))
+
+    stream.holder.blocklist = Blocklist()
+    await stream.steps()
+
+    assert stream.items("u") == [b"other"]
+    assert stream.notes[-1] is None and stream.recheck_count == 1
+
+
 async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_no_others(stream: Stream) -> None:
     stream.hold_generations(STREAM_BEGINNING)
     for number in range(2):
