@@ -25,6 +25,9 @@ FILTERS = "docs/how-to/filter-answers.md"
 _CHANGES_KEPT = 16
 """Number of changes that a recipe names."""
 
+_REDIS_AWAY = {"l2_down", "breaker_open", "l2_timeout"}
+"""Reasons of an answer for which no stored record could be read."""
+
 _READS_MAX = 5
 """Reads of the catalogue at most, until two in a row are equal."""
 
@@ -151,6 +154,20 @@ class Knowledge:
 
 Complaint = tuple[str, object, object]
 """Rule, what was expected, what was seen."""
+
+
+def _as_sent(view: UserView, generation: Generation, sent_input: Input) -> UserView:
+    """Return the view of a user who is answered from what a request sends, although the night knows them."""
+    sent_view = user_view(generation, Input(None, sent_input.history, sent_input.country), [])
+    return replace(
+        view,
+        vector=sent_view.vector,
+        mood=sent_view.mood,
+        events=0,
+        brings_vector=False,
+        is_live=True,
+        is_fallback=False,
+    )
 
 
 @dataclass
@@ -315,18 +332,7 @@ class Checker:
             if (answer.get("reason"), answer.get("live")) != ("fresh_unavailable", "no_usable_input"):
                 wrong.append(("reason", "fresh_unavailable, no_usable_input", answer))
         elif lookup.fresh and user.is_sent and view.has_record and not view.events:
-            sent_view = user_view(generation, Input(None, user.history, user.country), [])
-            view = UserView(
-                sent_view.vector,
-                sent_view.mood,
-                view.history_items,
-                view.recent,
-                view.sent_items,
-                0,
-                view.has_record,
-                False,
-                True,
-            )
+            view = _as_sent(view, generation, user)
             if (answer["source"], answer.get("reason")) != ("live", "fresh") and not know.impaired:
                 wrong.append(("reason", "live, fresh", answer))
         elif view.vector is None:
@@ -346,7 +352,14 @@ class Checker:
             return [*wrong, ("source", "default, as nothing is known to compute from", answer)]
         else:
             wrong += self._judge_personal_words(lookup, answer, view)
-        return wrong + self._judge_ranked(lookup, answer, generation, view)
+        complaints = self._judge_ranked(lookup, answer, generation, view)
+        if complaints and know.impaired and answer["producer"] == "live" and answer.get("reason") in _REDIS_AWAY:
+            # On a miss, a known user is answered from what is sent, now or a moment ago, as anybody is.
+            for sent_input in know.stored_inputs.get((generation.id, user.id or ""), []):
+                sent_view = _as_sent(view, generation, sent_input)
+                if sent_view.vector is not None and not self._judge_ranked(lookup, answer, generation, sent_view):
+                    return wrong
+        return wrong + complaints
 
     def _with_live_items(self, lookup: EntityLookup, view: UserView) -> UserView:
         """Return the view of a previous night, whose list is cut without what the user had by that night alone."""
