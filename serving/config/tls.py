@@ -28,6 +28,7 @@ _VERIFY_MODE_BY_SETTING = {
 _PEM_CERTIFICATE_PATTERN: Final = re.compile(
     r"-----BEGIN ((?:X509 |TRUSTED )?CERTIFICATE)-----(.*?)-----END \1-----", re.DOTALL
 )
+_PEM_KEY_PATTERN: Final = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:\s*Proc-Type: 4,ENCRYPTED)?")
 _EXPLICIT_VERSION_TAG: Final = 0xA0
 _UTC_TIME_TAG: Final = 0x17
 
@@ -96,11 +97,7 @@ class TlsFiles:
             # With an empty password it never prompts for a passphrase.
             ssl_context.load_cert_chain(self.certificate_path, self.key_path, password="")
         except (ssl.SSLError, OSError) as error:
-            raise ConfigError(
-                f"tls_certificate {self.certificate_path} and tls_key {self.key_path} are not a matching PEM pair "
-                f"without passphrase: {error}",
-                field="tls_certificate",
-            ) from None
+            raise self._pair_error(error) from None
         if self.client_ca_path:
             try:
                 ssl_context.load_verify_locations(self.client_ca_path)
@@ -114,6 +111,26 @@ class TlsFiles:
             ssl_context.options |= ssl.OP_NO_TICKET
             ssl_context.num_tickets = 0
         return ssl_context
+
+    def _pair_error(self, error: Exception) -> ConfigError:
+        """Return the error for a certificate and a key that OpenSSL refused; it names the file that is to blame."""
+        if not self.certificate().der:
+            return ConfigError(
+                f"tls_certificate {self.certificate_path} holds no certificate in PEM", field="tls_certificate"
+            )
+        key_header = _PEM_KEY_PATTERN.search(Path(self.key_path).read_bytes())
+        if key_header is None:
+            return ConfigError(f"tls_key {self.key_path} holds no private key in PEM", field="tls_key")
+        if b"ENCRYPTED" in key_header[0]:
+            return ConfigError(
+                f"tls_key {self.key_path} needs a passphrase: remove it, with `openssl pkey -in {self.key_path}`",
+                field="tls_key",
+            )
+        return ConfigError(
+            f"tls_certificate {self.certificate_path} and tls_key {self.key_path} are not a matching PEM pair "
+            f"without passphrase: {error}",
+            field="tls_certificate",
+        )
 
     def certificate(self) -> Certificate:
         """Read the certificate with its times; raise ConfigError if the file cannot be read."""

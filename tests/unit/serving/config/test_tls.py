@@ -86,6 +86,23 @@ def test_what_is_no_pair_is_refused_with_both_names(pairs: tuple[Pair, Pair], tm
         files(first_pair, client_ca_path=str(tmp_path / "empty.pem"), client_certificates="optional").context()
 
 
+def test_the_file_of_a_pair_that_cannot_be_used_is_named(pairs: tuple[Pair, Pair], tmp_path: Path) -> None:
+    pair = pairs[0]
+    no_pem = tmp_path / "no.pem"
+    no_pem.write_text("nothing")
+    encrypted = tmp_path / "encrypted.key"
+    for arguments in (["-aes256"], ["-aes256", "-traditional"]):
+        command = ["openssl", "pkey", "-in", str(pair.key), *arguments, "-passout", "pass:x", "-out", str(encrypted)]
+        subprocess.run(command, check=True)
+        with pytest.raises(ConfigError, match=f"^tls_key {encrypted} needs a passphrase"):
+            files(Pair(pair.certificate, encrypted)).context()
+
+    with pytest.raises(ConfigError, match=f"^tls_certificate {no_pem} holds no certificate in PEM"):
+        files(Pair(no_pem, pair.key)).context()
+    with pytest.raises(ConfigError, match=f"^tls_key {no_pem} holds no private key in PEM"):
+        files(Pair(pair.certificate, no_pem)).context()
+
+
 @pytest.mark.parametrize(("changes", "error_pattern"), [
     ({"tls_certificate": "a"}, "go together"), ({"tls_key": "a"}, "go together"),
     ({"tls_client": "required"}, "go together"), ({"tls_client_ca": "a"}, "go together"),
