@@ -20,10 +20,10 @@ BODY_OF_UPGRADE = Plant(
     (
         Change(
             _PROTOCOL,
-            "        length = body_length(self._version, self.headers)\n",
-            "        length = body_length(self._version, self.headers)\n"
+            "        content_length = body_length(self._http_version, self.headers)\n",
+            "        content_length = body_length(self._http_version, self.headers)\n"
             '        if any(name == b"upgrade" for name, _ in self.headers):\n'
-            "            length = 0\n",
+            "            content_length = 0\n",
         ),
     ),
 )
@@ -33,8 +33,8 @@ PLANTS = (
         "unknown_coding_is_taken_for_chunks",
         "a body whose last coding is not `chunked` is read as chunks",
         (
-            Change(_PROTOCOL, 'if names[-1] != b"chunked":', 'if b"chunked" not in names:'),
-            Change(_PROTOCOL, "if len(names) > 1:", "if len(names) > 2:"),
+            Change(_PROTOCOL, 'if coding_names[-1] != b"chunked":', 'if b"chunked" not in coding_names:'),
+            Change(_PROTOCOL, "if len(coding_names) > 1:", "if len(coding_names) > 2:"),
         ),
     ),
     Plant(
@@ -44,7 +44,7 @@ PLANTS = (
     ),
 )
 
-pytestmark = [pytest.mark.storm, pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")]
+needs_node = pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,13 @@ def planted_service(shop: Shop, plant: Plant, folder: Path) -> Iterator[Door]:
         yield Door((running.host, running.port), has_bounds=True)
 
 
+def test_every_plant_applies_to_the_sources(tmp_path: Path) -> None:
+    for plant in PLANTS:
+        assert planted_tree(plant, tmp_path / plant.name).is_dir()
+
+
+@pytest.mark.storm
+@needs_node
 @pytest.mark.parametrize("plant", PLANTS, ids=[plant.name for plant in PLANTS])
 def test_the_corpus_notices_wrong_framing(shop: Shop, judges: list[Judge], plant: Plant, tmp_path: Path) -> None:
     # Given a service with a planted defect
@@ -72,6 +79,8 @@ def test_the_corpus_notices_wrong_framing(shop: Shop, judges: list[Judge], plant
     assert faults
 
 
+@pytest.mark.storm
+@needs_node
 def test_another_caller_behind_nginx_gets_a_smuggled_answer(shop: Shop, tmp_path: Path) -> None:
     # Given a service behind nginx that runs requests hidden in the body of an upgrade
     upgrades = [case for case in CASES if "upgrade" in case.name]
