@@ -53,7 +53,10 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 def hold_unit_tests(sanitized: tuple[Path, dict[str, str]], tests: list[str]) -> None:
     """Fail unless these tests pass with sanitized extensions, which end the process at the first mistake."""
     folder, environ = sanitized
-    loaded = "import cache.native._columns as c, cache.topk.compiled as t; print(c.__file__, t.load_kernel({}).library._name)"
+    loaded = (
+        "import cache.native._columns as c, cache.topk.compiled as t;"
+        " print(c.__file__, t.load_kernel({}).library._name)"
+    )
     names = subprocess.run([sys.executable, "-c", loaded], cwd=folder, env=environ, capture_output=True, text=True)
     assert names.returncode == 0 and names.stdout.count(str(folder)) == 2, names
     completed = subprocess.run(
