@@ -73,7 +73,7 @@ class BlocklistSource:
     def _with_erased(self, blocklist: Blocklist) -> tuple[Blocklist, str | None]:
         """Return the blocklist with the erased ids that it lacks (versions were lost), and why some may be unknown."""
         read_error, is_due = None, self._monotonic_clock() - self._erased_read_at >= _ERASURES_CHECK_S
-        if is_due or not _has_erased(blocklist, self._erased):  # they may have been re-admitted since they were read
+        if is_due or _count_missing(self._erased, blocklist):  # they may have been re-admitted since they were read
             try:
                 self._erased = _read_erased(self._store)
                 self._erased_read_at = self._monotonic_clock()

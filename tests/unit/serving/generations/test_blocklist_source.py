@@ -178,13 +178,26 @@ def test_an_erased_id_stays_blocked_though_the_versions_that_block_it_are_lost(
 
 
 def test_an_item_whose_blocklist_is_of_an_older_larder_counts_as_erased_until_it_is_readmitted(
-    store: ArtefactStore, source: BlocklistSource, timer: FakeClock
+    store: ArtefactStore, source: BlocklistSource, timer: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given an erased item that the blocklist only blocks
     change_blocklist(store, block_items=[b"i1", b"i2"])
     erasure = request_erasure(store, b"i1", "item", requested_at=1.0)
+    listings: list[str] = []
+    list_names = store.names
+
+    def names(folder: str) -> list[str]:
+        listings.append(folder)
+        return list_names(folder)
+
+    monkeypatch.setattr(store, "names", names)
 
     blocklist, error = source.read()
+    listing_count = listings.count("erasures")
+    assert source.read()[0] is blocklist
+
+    # then it is erased as well, which the store is asked once a minute
+    assert listings.count("erasures") == listing_count > 0
 
     assert error is None and blocklist is not None
     assert blocklist.items == {b"i1", b"i2"} and blocklist.erased_items == {b"i1"}
