@@ -144,9 +144,7 @@ class Site:
     def variables(self) -> dict[str, str]:
         """Return the environment of a process, without settings of whoever runs the audit."""
         process_environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("LARDER_") and name not in ("REDIS_URL", "PYTHONPATH")
+            name: value for name, value in os.environ.items() if not name.startswith("LARDER_") and name != "REDIS_URL"
         }
         process_environment |= {"REDIS_URL": self.redis_url, "LARDER_ACTOR": "auditor", **self.environment}
         if self.events_url is not None:
