@@ -115,7 +115,7 @@ PLANTS = (
             Change(
                 _ARMS,
                 "arm_name = None if arm_owners is None else arm_owners.owner_of(assignment_key)",
-                'arm_name = None if arm_owners is None else arm_owners.of(assignment_key + b"%d" % id(self))',
+                'arm_name = None if arm_owners is None else arm_owners.owner_of(assignment_key + b"%d" % id(self))',
             ),
         ),
     ),
