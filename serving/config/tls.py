@@ -123,7 +123,8 @@ class TlsFiles:
             return ConfigError(f"tls_key {self.key_path} holds no private key in PEM", field="tls_key")
         if b"ENCRYPTED" in key_header[0]:
             return ConfigError(
-                f"tls_key {self.key_path} needs a passphrase: remove it, with `openssl pkey -in {self.key_path}`",
+                f"tls_key {self.key_path} needs a passphrase: remove it, with "
+                f"`openssl pkey -in {self.key_path} -out NEW`",
                 field="tls_key",
             )
         return ConfigError(

@@ -109,7 +109,7 @@ class Knowledge:
     blocked_items: set[str] = field(default_factory=set)
     blocked_users: set[str] = field(default_factory=set)
     erased_items: set[str] = field(default_factory=set)
-    brought_at: dict[str, int] = field(default_factory=dict)
+    event_index_by_new_item: dict[str, int] = field(default_factory=dict)
     """Index of the newest event that brought each new item."""
     reranks: dict[str, Json] = field(default_factory=dict)
     exact_live: bool = True

@@ -74,7 +74,7 @@ class Generation:
     erased_items: frozenset[str]
     order: dict[str, int] = field(default_factory=dict)
     """Places of items in the catalogue, as the service was seen to order equal scores."""
-    brought_at: Mapping[str, int] = field(default_factory=dict)
+    event_index_by_new_item: Mapping[str, int] = field(default_factory=dict)
     """Index of the newest event that brought each item that this night or a later one did not have at first."""
 
     @property
@@ -89,7 +89,7 @@ class Generation:
 
         def sort_key(pair: tuple[float, str]) -> tuple[float, int, int, str]:
             score, item = pair
-            return -score, self.order.get(item, last), self.brought_at.get(item, -1), item
+            return -score, self.order.get(item, last), self.event_index_by_new_item.get(item, -1), item
 
         return sorted(ranked, key=sort_key)
 
@@ -131,7 +131,7 @@ def make_generation(
     events: list[Event],
     erased_users: Iterable[str] = (),
     erased_items: Iterable[str] = (),
-    brought_at: Mapping[str, int] | None = None,
+    event_index_by_new_item: Mapping[str, int] | None = None,
 ) -> Generation:
     """Compute what a night over this world and these events knows."""
     gone_users, gone_items = frozenset(erased_users), frozenset(erased_items)
@@ -180,7 +180,7 @@ def make_generation(
         len(events),
         gone_users,
         gone_items,
-        brought_at=brought_at or {},
+        event_index_by_new_item=event_index_by_new_item or {},
     )
 
 

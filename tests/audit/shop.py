@@ -259,7 +259,7 @@ class Shop:
             self.knowledge.events,
             self.erased_users,
             self.knowledge.erased_items,
-            self.knowledge.brought_at,
+            self.knowledge.event_index_by_new_item,
         )
         self.report.count("nights")
         for step in report["steps"]:
@@ -436,7 +436,7 @@ class Shop:
     def log_event(self, event: Json, position: str, now_s: float) -> None:
         """Log an event that was accepted."""
         if event.get("features") is not None and event.get("user") is None:
-            self.knowledge.brought_at[str(event["item"])] = len(self.knowledge.events)
+            self.knowledge.event_index_by_new_item[str(event["item"])] = len(self.knowledge.events)
         self.knowledge.events.append(
             Event(
                 str(event["id"]),
